@@ -1,0 +1,321 @@
+"""Typed configuration: one YAML file plus dotted overrides (`train.lr=1e-6`). Each knob stands here once.
+
+Unknown keys are refused with the nearest known name. A component takes its own section, never the whole tree.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agent_r3.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Frozen, strict about unknown keys; the string under a field documents it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Names the run's folder and its keys in the store."""
+    dir: Path = Path("runs")
+    """Parent of the run's folder."""
+    seed: int = 0
+    """Seeds sampling, data order and the trainer."""
+    archive_trajectories: bool = True
+    """Write every finished episode to `trajectories/` (tokens, rows, text)."""
+
+    @property
+    def folder(self) -> Path:
+        return self.dir / self.name
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder with config.json, safetensors and tokenizer.json; `tiny` is the policy that `agent-r3 model tiny` makes."""
+
+
+class TasksConfig(Section):
+    dataset: str
+    """`offline`, a .parquet/.json/.jsonl file of R2E-Gym rows, or a hub id such as `R2E-Gym/R2E-Gym-Lite`."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    include: tuple[str, ...] = ()
+    """Task ids to use; empty means all."""
+    exclude: tuple[str, ...] = ()
+    """Task ids to leave out."""
+
+
+class SandboxConfig(Section):
+    kind: Literal["docker"] = "docker"
+    """Backend that runs the agent's commands."""
+    memory: str = "1g"
+    """Memory limit of a container (swap is off)."""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPU limit of a container."""
+    pids: int = Field(default=256, gt=0)
+    """Process limit of a container."""
+    file_size: str = "1g"
+    """Largest single file a process may write."""
+    warm: int = Field(default=0, ge=0)
+    """Containers of upcoming tasks kept started ahead of need, over all images."""
+    max_starting: int = Field(default=4, gt=0)
+    """Containers that may be starting at the same time."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """A container that has not answered by then is an infrastructure failure."""
+
+
+class AgentConfig(Section):
+    system_prompt: str = (
+        "You are a programming agent. You are given a repository in {workdir} and an issue. "
+        "Fix the issue by editing the source; do not edit tests. Call one tool per turn."
+    )
+    """System message; `{workdir}`, `{repo}` and `{tools}` (the tools' documentation) are filled in."""
+    instance_prompt: str = "{problem_statement}"
+    """User message; `{problem_statement}`, `{repo}` and `{workdir}` are filled in."""
+    tools: tuple[str, ...] = ("file_editor", "execute_bash", "search", "finish")
+    """Tools offered, by their registered names."""
+    call_format: Literal["r2e_xml", "hermes", "qwen3_coder"] = "r2e_xml"
+    """Syntax in which the model writes tool calls."""
+    max_turns: int = Field(default=50, gt=0)
+    """Turns after which the episode ends."""
+    max_tokens: int = Field(default=65_536, gt=1)
+    """Tokens of prompt, observations and samples together."""
+    max_turn_tokens: int = Field(default=8_192, gt=0)
+    """Sampled tokens of one turn."""
+    timeout_s: float = Field(default=1_200.0, gt=0)
+    """Wall time of an episode."""
+    command_timeout_s: float = Field(default=90.0, gt=0)
+    """Wall time of one command of the agent."""
+    max_bad_calls: int | None = Field(default=None, gt=0)
+    """End the episode after this many turns without a valid call; null means never."""
+    observation_chars: int = Field(default=10_000, gt=0)
+    """An observation is cut to this many characters, head and tail kept."""
+    observation_lines: int = Field(default=80, gt=1)
+    """A command's output is cut to this many lines, half head and half tail."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, gt=0)
+    """The trainer applies the same temperature to its logits."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Training refuses anything but 1: log-probs must be those of the sampled distribution."""
+    top_k: int = -1
+    """Training refuses anything but -1, for the same reason."""
+
+
+class EngineConfig(Section):
+    urls: tuple[str, ...] = ()
+    """SGLang servers that already run; empty means that one is launched here."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it answers."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Type of the rollout weights and KV cache."""
+    host: str = "127.0.0.1"
+    """Address the launched server listens on."""
+    port: int = Field(default=0, ge=0, le=65_535)
+    """Port of the launched server; 0 takes a free one."""
+    context_length: int = Field(default=65_536, gt=0)
+    """Longest sequence served."""
+    max_total_tokens: int | None = None
+    """KV slots; null lets SGLang decide from free memory."""
+    max_running_requests: int = Field(default=64, gt=0)
+    """Requests decoded together."""
+    chunked_prefill_size: int = Field(default=4_096, gt=0)
+    """Prefill chunk in tokens; -1 overflows the routing buffer upstream and is refused."""
+    tensor_parallel: int = Field(default=1, gt=0)
+    """GPUs of one server."""
+    routed_experts: bool = True
+    """Ask the engine for routing rows. Off only where the model is not MoE or R3 is off."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """A server that is not healthy by then has failed to start."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Wall time of one generate request."""
+    extra_args: tuple[str, ...] = ()
+    """Further command-line arguments for `sglang.launch_server`."""
+
+
+class StoreConfig(Section):
+    url: str | None = None
+    """Redis URL; null starts an embedded Redis-compatible server for this run."""
+
+
+class RolloutConfig(Section):
+    groups_per_step: int = Field(default=8, gt=0)
+    """Groups (tasks) sampled for one optimizer step."""
+    samples_per_task: int = Field(default=8, gt=1)
+    """n: episodes of one group."""
+    concurrency: int = Field(default=64, gt=0)
+    """Episodes in flight in one worker."""
+    retries: int = Field(default=2, ge=0)
+    """Times an episode is tried again after an infrastructure failure."""
+    workers: int = Field(default=1, gt=0)
+    """Rollout worker processes."""
+
+
+class GradingConfig(Section):
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Wall time of the hidden tests."""
+    concurrency: int = Field(default=8, gt=0)
+    """Gradings at the same time in one worker."""
+    reuse: bool = True
+    """Equal patches of the same task are graded once in a run and share the grade."""
+
+
+class TrainConfig(Section):
+    steps: int = Field(default=100, gt=0)
+    """Optimizer steps of the run."""
+    ranks: int = Field(default=1, gt=0)
+    """Trainer processes on this machine (data parallel)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it answers."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the trained weights' forward pass."""
+    lr: float = Field(default=2e-6, gt=0)
+    """Learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moments."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest gradient norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    advantage: Literal["grpo"] = "grpo"
+    """Advantage estimator (verl)."""
+    normalize_advantage: bool = True
+    """Divide a group's advantages by their standard deviation."""
+    loss: Literal["grpo"] = "grpo"
+    """Policy loss (verl `vanilla` with asymmetric clip)."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """verl's agg_loss mode."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower PPO clip."""
+    clip_high: float = Field(default=0.27, gt=0)
+    """Upper PPO clip (clip higher)."""
+    mini_steps: int = Field(default=1, gt=0)
+    """Optimizer steps made from one batch."""
+    routing: Literal["none", "r3"] = "r3"
+    """`r3` replays the rollout's routing rows; `none` lets the trainer route by itself."""
+    dynamic_sampling: Literal["off", "filter", "refill"] = "refill"
+    """Groups of equal rewards: kept, left out, or left out and replaced by further groups."""
+    max_refills: int = Field(default=3, ge=0)
+    """Rounds of further groups for one step before it trains with what it has."""
+    mask_truncated: bool = False
+    """Leave episodes cut by turns, tokens or time out of the loss (compact filtering)."""
+    micro_batch_tokens: int = Field(default=65_536, gt=0)
+    """Tokens packed into one forward pass of a rank; one longer trajectory goes alone."""
+    diagnostics_trajectories: int = Field(default=32, ge=0)
+    """Trajectories a step on which KL, F(2) and route mismatch are also computed without replay; 0 turns it off."""
+    save_every: int = Field(default=10, ge=0)
+    """Steps between checkpoints; 0 saves the last one only."""
+    keep_checkpoints: int = Field(default=2, gt=0)
+    """Checkpoints kept."""
+    recompute: bool = False
+    """Full activation recomputation."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    tasks: TasksConfig
+    sandbox: SandboxConfig = SandboxConfig()
+    agent: AgentConfig = AgentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    store: StoreConfig = StoreConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    grading: GradingConfig = GradingConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.agent.max_tokens > self.engine.context_length:
+            raise ValueError(
+                f"agent.max_tokens {self.agent.max_tokens} exceeds engine.context_length {self.engine.context_length}"
+            )
+        if self.train.routing == "r3" and not self.engine.routed_experts:
+            raise ValueError("train.routing is r3 but engine.routed_experts is off; turn one of them")
+        return self
+
+
+def require_trainable_sampling(sampling: SamplingConfig) -> None:
+    """Training needs log-probs of the distribution that was sampled.
+
+    Raises ConfigError for top-p or top-k, which change it.
+    """
+    if sampling.top_p != 1 or sampling.top_k != -1:
+        raise ConfigError(
+            f"sampling.top_p={sampling.top_p} top_k={sampling.top_k}: training needs top_p=1 and top_k=-1, "
+            "since the engine reports log-probs of the unfiltered distribution; set them, or use them in evaluation only"
+        )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path` and apply `section.key=value` overrides (values are YAML). Raises ConfigError with one line."""
+    if not path.is_file():
+        raise ConfigError(f"config file {path} is not there; see configs/ for examples")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `model:` and `tasks:`, found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        raise ConfigError(f"{path}: " + "; ".join(_explain(error) for error in exc.errors())) from exc
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, raw = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+        node = child
+    try:
+        # YAML 1.1 reads `1e-6` as a string; pydantic turns it into the field's number.
+        node[leaf] = yaml.safe_load(raw)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from exc
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *parents, key = error["loc"]
+        known = _known_keys(parents)
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key `{where}`; {hint}"
+    if error["type"] == "missing":
+        return f"missing key `{where}`"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"`{where}`: {message} (got {error['input']!r})" if where else message
+
+
+def _known_keys(parents: Sequence[object]) -> list[str]:
+    section: type[BaseModel] = Config
+    for parent in parents:
+        annotation = section.model_fields[str(parent)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)

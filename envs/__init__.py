@@ -1,0 +1,1 @@
+"""Sandboxes, task datasets and grading. Only this package talks to Docker."""

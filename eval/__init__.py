@@ -1,0 +1,1 @@
+"""Evaluation on SWE-bench Verified."""

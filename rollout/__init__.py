@@ -1,0 +1,1 @@
+"""Episodes: the engine client and launcher, tokens, the agent loop and the worker."""
