@@ -37,7 +37,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder with config.json, safetensors and tokenizer.json; `tiny` is the policy that `agent-r3 model tiny` makes."""
+    """Folder with config.json, safetensors and tokenizer.json; `tiny` is what `agent-r3 model tiny` makes."""
 
 
 class TasksConfig(Section):
@@ -192,7 +192,9 @@ class TrainConfig(Section):
     """Divide a group's advantages by their standard deviation."""
     loss: Literal["grpo"] = "grpo"
     """Policy loss (verl `vanilla` with asymmetric clip)."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """verl's agg_loss mode."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower PPO clip."""
@@ -252,7 +254,7 @@ def require_trainable_sampling(sampling: SamplingConfig) -> None:
     if sampling.top_p != 1 or sampling.top_k != -1:
         raise ConfigError(
             f"sampling.top_p={sampling.top_p} top_k={sampling.top_k}: training needs top_p=1 and top_k=-1, "
-            "since the engine reports log-probs of the unfiltered distribution; set them, or use them in evaluation only"
+            "since the engine reports log-probs of the unfiltered distribution; use other values in evaluation only"
         )
 
 

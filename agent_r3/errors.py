@@ -27,7 +27,7 @@ class DataError(UserError):
 
 
 class ContractError(AgentR3Error):
-    """An invariant between processes broke (row count, gap, stale version). Always carries the numbers; never retried."""
+    """An invariant between processes broke (row count, gap, stale version). Carries the numbers; never retried."""
 
 
 class RoutingError(ContractError):

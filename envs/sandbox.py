@@ -37,11 +37,11 @@ class Sandbox(Protocol):
     async def exec(
         self, command: str, *, timeout_s: float, cwd: str | None = None, max_output_bytes: int = 1 << 20
     ) -> ExecResult:
-        """Run `command` in a fresh bash. At the deadline all its descendants are killed. cwd defaults to the workdir."""
+        """Run `command` in a fresh bash, by default in the workdir. At the deadline all its descendants are killed."""
         ...
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file (absolute path), making its folders. OSError from inside is raised as FileMissingError or OSError."""
+        """Write a file (absolute path), making its folders. An error inside is FileMissingError or OSError."""
         ...
 
     async def get(self, path: str, *, max_bytes: int = 16 << 20) -> bytes:

@@ -1,0 +1,37 @@
+# One way to do each thing; `make help` lists them.
+.DEFAULT_GOAL := help
+RUN := .venv/bin
+SEED ?= 0
+
+.PHONY: help setup demo test check lint bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: ## make .venv and start a Docker engine (idempotent)
+	@scripts/setup.sh
+	@docker/engine.sh
+
+demo: setup ## train the tiny policy end to end on this machine, without a GPU (SEED=0)
+	$(RUN)/agent-r3 tasks build offline --for configs/tiny-cpu.yaml
+	$(RUN)/agent-r3 model tiny
+	$(RUN)/agent-r3 train configs/tiny-cpu.yaml run.seed=$(SEED) --overwrite
+
+test: setup ## lint, types, layers and every test, against real Docker, Redis, SGLang and Megatron
+	@scripts/test-services.sh
+	@$(MAKE) --no-print-directory lint
+	$(RUN)/pytest
+
+check: test ## the same under its usual name
+
+lint: ## ruff, mypy strict, import-linter
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+bench: setup ## every benchmark, as JSON lines
+	$(RUN)/agent-r3 bench r3 --json
+
+clean: ## remove runs and caches of this checkout
+	rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

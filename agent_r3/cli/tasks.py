@@ -1,0 +1,198 @@
+"""`agent-r3 tasks`: list, show, build and verify task datasets."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from agent_r3.envs.verify import Verdict
+    from agent_r3.types import Task
+
+app = typer.Typer(help="Task datasets: list, show, build, verify.", no_args_is_help=True)
+
+Dataset = Annotated[
+    str, typer.Argument(help="`offline`, a .parquet/.json/.jsonl file, a task file, or a hub id (owner/name).")
+]
+Split = Annotated[str, typer.Option(help="Split of a hub dataset.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Task id; may be given several times. Default: all.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+
+
+@app.command("list")
+def list_tasks(dataset: Dataset = "offline", split: Split = "train", as_json: AsJson = False) -> None:
+    """One line a task.
+
+    Example: agent-r3 tasks list offline
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    tasks = _load(dataset, split, None)
+    if as_json:
+        _print_json({"tasks": [_facts(task) for task in tasks]})
+        return
+    table = Table("id", "repo", "tests", "issue", title=f"{dataset}: {len(tasks)} tasks")
+    for task in tasks:
+        table.add_row(task.id, task.repo, str(len(task.expected)), task.problem_statement.splitlines()[0][:80])
+    Console().print(table)
+
+
+@app.command()
+def show(
+    task_id: Annotated[str, typer.Argument(help="Id of the task.")],
+    dataset: Annotated[str, typer.Option(help="Dataset that holds it; see `tasks list`.")] = "offline",
+    split: Split = "train",
+    as_json: AsJson = False,
+) -> None:
+    """The issue, the gold patch and how the task is graded.
+
+    Example: agent-r3 tasks show pathspec__0.12.1
+    """
+    task = _load(dataset, split, [task_id])[0]
+    facts = _facts(task) | {
+        "test_command": task.test_command,
+        "problem_statement": task.problem_statement,
+        "gold_patch": task.gold_patch,
+        "expected": dict(task.expected),
+    }
+    if as_json:
+        _print_json(facts)
+        return
+    for key in ("id", "repo", "image", "tests", "test_command"):
+        print(f"{key}: {facts[key]}")
+    print(f"\n{task.problem_statement}\n\n{task.gold_patch}")
+
+
+@app.command()
+def build(
+    source: Annotated[str, typer.Argument(help="`offline`, or a task file of the same shape (JSON).")] = "offline",
+    only: Only = None,
+    base_image: Annotated[
+        str | None,
+        typer.Option(help="Image to build on, with git and Python, such as python:3.11. Default: made here."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the sources, build the images, run the fixed releases' tests. What is there is not built again.
+
+    Example: agent-r3 tasks build offline --only pathspec__0.12.1
+    """
+    import asyncio
+    import sys
+    import time
+
+    from agent_r3.config import SandboxConfig
+    from agent_r3.envs.build import Built, build_tasks
+    from agent_r3.envs.images import ImageBuilder
+    from agent_r3.envs.offline import offline_spec_path, rows_path
+    from agent_r3.envs.pool import DockerPool
+
+    spec, started = offline_spec_path(source), time.perf_counter()
+
+    def progress(task_id: str, stage: str) -> None:
+        print(f"{time.perf_counter() - started:6.1f} s  {task_id}: {stage}", file=sys.stderr)
+
+    async def work() -> list[Built]:
+        builder = ImageBuilder(base_image)
+        async with DockerPool(SandboxConfig(), run="tasks-build") as pool:
+            return await build_tasks(spec, only or (), builder, pool, progress)
+
+    built = asyncio.run(work())
+    seconds, reused = time.perf_counter() - started, sum(task.reused for task in built)
+    if as_json:
+        images = {task.task_id: task.row["docker_image"] for task in built}
+        _print_json({"images": images, "reused": reused, "rows": str(rows_path(spec)), "seconds": round(seconds, 1)})
+    else:
+        print(f"{len(built)} tasks ready, {reused} of them already there, in {seconds:.1f} s; rows: {rows_path(spec)}")
+
+
+@app.command()
+def verify(
+    dataset: Dataset = "offline",
+    split: Split = "train",
+    only: Only = None,
+    workers: Annotated[int, typer.Option(min=1, help="Containers at the same time.")] = 4,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Wall time of one run of the hidden tests.")] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Grade doing nothing (must give 0) and the gold patch (must give 1) of every task; exit code 1 if one is unsound.
+
+    Example: agent-r3 tasks verify offline --workers 2
+    """
+    import asyncio
+    import sys
+
+    from agent_r3.config import GradingConfig, SandboxConfig
+    from agent_r3.envs.grading import Grader
+    from agent_r3.envs.images import require_images
+    from agent_r3.envs.pool import DockerPool
+    from agent_r3.envs.verify import Verdict, verify_tasks
+
+    tasks = _load(dataset, split, only)
+    require_images(tasks)
+    done = 0
+
+    def on_verdict(verdict: Verdict) -> None:
+        nonlocal done
+        done += 1
+        print(
+            f"[{done:>{len(str(len(tasks)))}}/{len(tasks)}] {verdict.task_id}: {verdict.problem or 'sound'}",
+            file=sys.stderr,
+        )
+
+    async def work() -> list[Verdict]:
+        async with DockerPool(SandboxConfig(max_starting=workers), run="tasks-verify") as pool:
+            grader = Grader(pool, GradingConfig(timeout_s=timeout_s, concurrency=workers))
+            return await verify_tasks(tasks, grader, on_verdict)
+
+    verdicts = asyncio.run(work())
+    sound = sum(verdict.sound for verdict in verdicts)
+    if as_json:
+        _print_json(
+            {"tasks": [_verdict_facts(verdict) for verdict in verdicts], "sound": sound, "total": len(verdicts)}
+        )
+    else:
+        _print_verdicts(verdicts)
+        print(f"{sound} of {len(verdicts)} sound")
+    if sound < len(verdicts):
+        raise typer.Exit(1)
+
+
+def _load(dataset: str, split: str, only: list[str] | None) -> "list[Task]":
+    from agent_r3.config import TasksConfig
+    from agent_r3.envs.datasets import load_tasks
+
+    return load_tasks(TasksConfig(dataset=dataset, split=split, include=tuple(only or ())))
+
+
+def _facts(task: "Task") -> dict[str, Any]:
+    return {"id": task.id, "dataset": task.dataset, "repo": task.repo, "image": task.image, "tests": len(task.expected)}
+
+
+def _verdict_facts(verdict: "Verdict") -> dict[str, Any]:
+    grades = {
+        name: grade and {"reward": grade.reward, "reason": grade.reason, "seconds": round(grade.seconds, 2)}
+        for name, grade in (("noop", verdict.noop), ("gold", verdict.gold))
+    }
+    return {"id": verdict.task_id, "sound": verdict.sound, "problem": verdict.problem, **grades}
+
+
+def _print_verdicts(verdicts: "list[Verdict]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "no-op", "seconds", "gold", "seconds", "problem")
+    for verdict in verdicts:
+        cells = [
+            text
+            for grade in (verdict.noop, verdict.gold)
+            for text in ((f"{grade.reward:g}", f"{grade.seconds:.2f}") if grade else ("-", "-"))
+        ]
+        table.add_row(verdict.task_id, *cells, verdict.problem or "sound")
+    Console().print(table)
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    print(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,87 @@
+"""Progress of a run as its metrics arrive: a rich bar on a terminal, one plain line a step in a log."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_POLL_S = 0.5
+
+
+def step_line(metrics: Mapping[str, float], steps: int) -> str:
+    """One step in one line; figures that were not measured are left out."""
+    parts = [f"step {int(metrics['step']) + 1}/{steps}"]
+    for label, name, form in (
+        ("reward", "train/reward_mean", ".3f"),
+        ("turns", "rollout/turns_mean", ".1f"),
+        ("groups", "train/groups_kept", ".0f"),
+        ("KL r3", "r3/kl_replay", ".1e"),
+        ("KL native", "r3/kl_native", ".1e"),
+        ("routers differ", "r3/mismatch_routers", ".2%"),
+        ("rollout s", "perf/rollout_s", ".1f"),
+        ("train s", "perf/update_s", ".1f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    return " | ".join(parts)
+
+
+class StepProgress:
+    """Follows `metrics.jsonl` of a run folder: `async with StepProgress(...)`; lines of an earlier part are skipped."""
+
+    def __init__(self, metrics: Path, steps: int, console: Console | None = None) -> None:
+        self._path = metrics
+        self._steps = steps
+        self._console = console or Console()
+        self._offset = metrics.stat().st_size if metrics.is_file() else 0
+        self._began = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps)
+
+    async def __aenter__(self) -> "StepProgress":
+        self._bar.start()
+        self._following = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        self._read_new()
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own, with the seconds since the start."""
+        self._console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False)
+
+    async def _follow(self) -> None:
+        while True:
+            self._read_new()
+            await asyncio.sleep(_POLL_S)
+
+    def _read_new(self) -> None:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as lines:
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                self._offset += len(line)
+                metrics = json.loads(line)
+                self.say(step_line(metrics, self._steps))
+                self._bar.update(self._task, completed=metrics["step"] + 1)

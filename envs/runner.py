@@ -1,0 +1,268 @@
+"""PID 1 of a sandbox: runs commands and moves files on behalf of the host, over its stdin and stdout.
+
+The host passes this file's source to the image's own Python (`python3 -I -S -B -c SOURCE`), so it uses the standard
+library of any Python from 3.6 and nothing else, and imports little: start-up is paid once per container.
+
+A message is a list of byte fields: a 4-byte field count, then each field with its 4-byte length (`pack`). Requests:
+
+    run, command, cwd, timeout in ms, output cap -> done, head, tail, total bytes, exit code, why, microseconds
+    put, path, mode, data                        -> done
+    get, path, largest size                      -> done, data
+    stop                                         -> no answer of its own: ends the command that runs, if one does
+
+An OSError is answered as `oserror, errno, text`; a path without a regular file as `missing, text`. Whatever else goes
+wrong ends the process, and with it the container: the host takes that as an infrastructure failure.
+
+As PID 1 it is the parent that every orphan falls to, so `kill(-1)` and waiting until no child is left ends whatever a
+command started, double-forked, in a session of its own or deaf to SIGTERM.
+"""
+
+import os
+import select
+import time
+
+# The C module: `signal` itself imports enum, which is a third of the start-up time.
+from _signal import SIG_DFL, SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, signal  # type: ignore[import-not-found]
+
+CHUNK = 1 << 16
+FLOOD = 256 << 20  # bytes of output after which a command is ended: nobody reads that much, `yes` never stops
+LONGEST_WAIT_S = 0.05
+
+
+def pack(fields: "list[bytes]") -> bytes:
+    return len(fields).to_bytes(4, "big") + b"".join(len(f).to_bytes(4, "big") + f for f in fields)
+
+
+def read_exactly(size: int) -> bytes:
+    parts = []
+    while size:
+        data = os.read(0, min(size, 1 << 20))
+        if not data:
+            os._exit(0)  # the host has gone; the container ends with us
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
+
+
+def read_message() -> "list[bytes]":
+    count = int.from_bytes(read_exactly(4), "big")
+    return [read_exactly(int.from_bytes(read_exactly(4), "big")) for _ in range(count)]
+
+
+def send(*fields: bytes) -> None:
+    write_all(1, pack(list(fields)))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view[: 1 << 20]) :]
+
+
+class Output:
+    """The first and last half of at most `cap` bytes, and the count of all."""
+
+    def __init__(self, cap: int) -> None:
+        self.half = max(cap // 2, 1)
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self.half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > self.half + (1 << 20):  # cut now and then, not on every chunk
+            del self.tail[: -self.half]
+
+    def ends(self) -> "tuple[bytes, bytes]":
+        return bytes(self.head), bytes(self.tail[-self.half :])
+
+
+def spawn(command: bytes, cwd: bytes) -> "tuple[int, int]":
+    """Start bash in a session of its own; its stdout and stderr are one pipe. Returns (pid, read end)."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write_end)
+        return pid, read_end
+    status = 126
+    try:
+        os.setsid()
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(write_end, 1)
+        os.dup2(write_end, 2)
+        for number in (SIGPIPE, SIGXFSZ):  # Python ignores these, and an ignored signal is inherited
+            signal(number, SIG_DFL)
+        # Under memory pressure the kernel should take the command, not PID 1 and the container with it.
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(score, b"1000")
+        os.close(score)
+        os.chdir(cwd)
+        os.execvp(b"bash", [b"bash", b"-c", command])
+    except FileNotFoundError as exc:
+        status = 127
+        os.write(2, f"cannot run the command: {exc}\n".encode())
+    except (OSError, ValueError) as exc:
+        os.write(2, f"cannot run the command: {exc}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def reap(pid: int) -> "int | None":
+    """Collect the children that have ended; the wait status of `pid` if it is one of them."""
+    status = None
+    while True:
+        try:
+            done, found = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not done:
+            return status
+        if done == pid:
+            status = found
+
+
+def end_all(pid: int, status: "int | None") -> int:
+    """Kill every process but ourselves and wait until none is left. Returns the wait status of `pid`."""
+    while True:
+        try:  # noqa: SIM105  (contextlib would have to be imported)
+            os.kill(-1, SIGKILL)
+        except ProcessLookupError:
+            pass
+        try:
+            done, found = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return 0 if status is None else status
+        if done == pid:
+            status = found
+
+
+def watch(pid: int, pipe: int, output: Output, deadline: float) -> "tuple[int | None, bytes]":
+    """Read the pipe until `pid` has ended. Returns its wait status, or None, and why it has to be ended."""
+    wait = 0.0005
+    waiting_on = [0, pipe]
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None, b"timeout"
+        if output.total > FLOOD:
+            return None, b"flood"
+        ready = select.select(waiting_on, [], [], min(wait, left))[0]
+        if pipe in ready:
+            data = os.read(pipe, CHUNK)
+            output.add(data)
+            if not data:
+                waiting_on = [0]
+            wait = 0.0005
+        else:
+            wait = min(2 * wait, LONGEST_WAIT_S)
+        if 0 in ready and read_message() == [b"stop"]:
+            return None, b"stopped"
+        status = reap(pid)
+        if status is not None:
+            return status, b""
+
+
+def run(command: bytes, cwd: bytes, timeout_ms: bytes, cap: bytes) -> None:
+    began = time.monotonic()
+    output = Output(int(cap))
+    pid, pipe = spawn(command, cwd)
+    status, why = watch(pid, pipe, output, began + int(timeout_ms) / 1000)
+    status = end_all(pid, status)
+    while True:  # nobody is left to write, so this ends
+        data = os.read(pipe, CHUNK)
+        if not data:
+            break
+        output.add(data)
+    os.close(pipe)
+    code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    head, tail = output.ends()
+    elapsed = int((time.monotonic() - began) * 1e6)
+    send(b"done", head, tail, b"%d" % output.total, b"%d" % code, why, b"%d" % elapsed)
+
+
+def is_regular(fd: int) -> bool:
+    return os.fstat(fd).st_mode & 0o170000 == 0o100000
+
+
+def put(path: bytes, mode: bytes, data: bytes) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK  # a FIFO must not hold us
+    try:
+        fd = os.open(path, flags | os.O_EXCL, 0o600)
+        os.fchmod(fd, int(mode))
+    except FileExistsError:
+        fd = os.open(path, flags)
+    try:
+        if not is_regular(fd):
+            raise OSError(22, "not a regular file")
+        os.ftruncate(fd, 0)
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+    send(b"done")
+
+
+def get(path: bytes, largest: bytes) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        return send(b"missing", str(exc.strerror).encode())
+    try:
+        if not is_regular(fd):
+            return send(b"missing", b"not a regular file")
+        parts = []  # type: list[bytes]
+        left = int(largest) + 1
+        while left > 0:  # the size in the inode says nothing about files of /proc
+            data = os.read(fd, min(left, 1 << 20))
+            if not data:
+                return send(b"done", b"".join(parts))
+            parts.append(data)
+            left -= len(data)
+        raise OSError(27, f"larger than {largest.decode()} bytes")
+    finally:
+        os.close(fd)
+
+
+def name_localhost() -> None:
+    """Without a network Docker leaves /etc/hosts empty, and tests that listen on localhost could not resolve it."""
+    try:
+        if os.stat("/etc/hosts").st_size == 0:  # noqa: PTH116
+            fd = os.open("/etc/hosts", os.O_WRONLY)
+            write_all(fd, b"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 " + os.uname().nodename.encode() + b"\n")
+            os.close(fd)
+    except OSError:
+        pass  # an image that has its own idea of the file
+
+
+def main() -> None:
+    if os.getpid() != 1:
+        raise SystemExit("runner: not PID 1, and its kill(-1) would reach processes that are not its own")
+    signal(SIGINT, SIG_DFL)  # PID 1 then ignores it; Python's own handler would raise KeyboardInterrupt here
+    name_localhost()
+    send(b"ready")
+    while True:
+        operation, *fields = read_message()
+        try:
+            if operation == b"run":
+                run(*fields)
+            elif operation == b"put":
+                put(*fields)
+            elif operation == b"get":
+                get(*fields)
+            elif operation != b"stop":
+                raise SystemExit(f"runner: unknown operation {operation!r}")
+        except OSError as exc:
+            if operation == b"run":
+                raise  # no process or pipe to be had: ours, not the command's
+            send(b"oserror", b"%d" % (exc.errno or 5), (exc.strerror or str(exc)).encode())
+        except ValueError as exc:
+            send(b"oserror", b"22", str(exc).encode())
+
+
+if __name__ == "__main__":
+    main()

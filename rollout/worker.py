@@ -1,0 +1,210 @@
+"""A rollout worker: claims groups, runs their episodes, has them graded, publishes them. One asyncio loop.
+
+Infrastructure failures end here: the episode is retried in a fresh container and, when that does not help, left out
+of its group and counted by kind. They never become an observation or a reward.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from agent_r3.archive import write_episode
+from agent_r3.config import Config
+from agent_r3.envs.grading import Grader
+from agent_r3.envs.sandbox import Sandbox, SandboxProvider
+from agent_r3.errors import EngineError, InfraError
+from agent_r3.rollout.client import EngineFleet
+from agent_r3.rollout.episode import Agent, Episode, run_episode
+from agent_r3.rollout.tokens import ChatRenderer
+from agent_r3.store import TrajectoryWriter
+from agent_r3.types import Grade, Task, TrajectoryGroup, Turn
+
+log = structlog.get_logger(__name__)
+
+
+def task_at(tasks: Sequence[Task], seed: int, index: int) -> Task:
+    """The task of group `index`: every epoch is its own shuffle of all tasks, the same for every worker."""
+    epoch, place = divmod(index, len(tasks))
+    order = list(range(len(tasks)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return tasks[order[place]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A claimed group while its episodes run."""
+
+    index: int
+    task: Task
+    policy_version: int
+    prompt_cached: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # summed over the episodes
+
+    @property
+    def id(self) -> str:
+        return f"g{self.index:06d}"
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the block's wall time to the group's seconds of `stage`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.monotonic() - began
+
+
+class RolloutWorker:
+    """Keeps up to `rollout.concurrency` episodes in flight while the store demands groups."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        tasks: Sequence[Task],
+        renderer: ChatRenderer,
+        fleet: EngineFleet,
+        provider: SandboxProvider,
+        store: TrajectoryWriter,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._tasks = tasks
+        self._renderer = renderer
+        self._fleet = fleet
+        self._provider = provider
+        self._store = store
+        self._grader = Grader(provider, config.grading)
+        self._samples = config.rollout.samples_per_task
+
+    async def run(self) -> None:
+        """Work until cancelled. A bug or a broken contract ends the worker; an infrastructure failure does not."""
+        places = asyncio.Semaphore(max(1, self._config.rollout.concurrency // self._samples))
+        await self._provider.prefetch(self._upcoming(0))
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    await places.acquire()
+                    index = await self._claim()
+                    task = groups.create_task(self._run_group(index))
+                    task.add_done_callback(lambda _: places.release())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the first failure; it ended the others
+
+    async def _claim(self) -> int:
+        while (index := await self._store.claim_group(self._name)) is None:
+            await self._store.wait_for_work(timeout_s=5.0)
+        await self._provider.prefetch(self._upcoming(index + 1))
+        return index
+
+    def _upcoming(self, index: int) -> list[Task]:
+        """Whose containers come next, in order, one entry an episode, as far as they may be kept warm."""
+        groups = range(index, index + self._config.sandbox.warm // self._samples + 1)
+        return [task for i in groups for task in [task_at(self._tasks, self._config.run.seed, i)] * self._samples]
+
+    async def _run_group(self, index: int) -> None:
+        policy = await self._store.policy()
+        group = Group(index, task_at(self._tasks, self._config.run.seed, index), policy.version)
+        began = time.time()
+        episodes = await asyncio.gather(*(self._retry(group, sample) for sample in range(self._samples)))
+        graded = [episode for episode in episodes if episode is not None]
+        await self._store.publish_group(
+            self._name,
+            TrajectoryGroup(
+                id=group.id,
+                index=index,
+                task_id=group.task.id,
+                policy_version=policy.version,
+                trajectory_ids=tuple(trajectory_id for trajectory_id, _ in graded),
+                rewards=tuple(grade.reward for _, grade in graded),
+                infra_failures=dict(group.failures),
+            ),
+            {
+                "began": began,
+                "ended": time.time(),
+                "grades_run": float(sum(not grade.cached for _, grade in graded)),
+                **group.seconds,
+            },
+        )
+
+    async def _retry(self, group: Group, sample: int) -> tuple[str, Grade] | None:
+        """One episode, tried again after infrastructure failures; None when it is left out of the group."""
+        leads = sample == 0
+        try:
+            for attempt in range(self._config.rollout.retries + 1):
+                trajectory_id = f"{group.id}-{sample:02d}" + (f"-retry{attempt}" if attempt else "")
+                try:
+                    return trajectory_id, await self._run_one(group, trajectory_id, leads=leads)
+                except InfraError as exc:
+                    group.failures[exc.kind] += 1
+                    log.warning("episode failed", trajectory=trajectory_id, kind=exc.kind, error=str(exc))
+                    await self._store.drop_trajectory(trajectory_id)
+                    if isinstance(exc, EngineError):
+                        await self._wait_for_engine(group)
+            log.error("episode left out", group=group.id, sample=sample, attempts=attempt + 1)
+            return None
+        finally:
+            if leads:
+                group.prompt_cached.set()
+
+    async def _wait_for_engine(self, group: Group) -> None:
+        """Until the group's server answers again, at most `engine.start_timeout_s`: a killed one is started again."""
+        try:
+            async with asyncio.timeout(self._config.engine.start_timeout_s):
+                while True:
+                    try:
+                        return await self._fleet.at(group.id).health()
+                    except EngineError:
+                        await asyncio.sleep(1.0)
+        except TimeoutError:
+            log.error("the engine did not come back", group=group.id, waited_s=self._config.engine.start_timeout_s)
+
+    async def _run_one(self, group: Group, trajectory_id: str, *, leads: bool) -> Grade:
+        with group.timed("sandbox_wait"):
+            sandbox = await self._provider.acquire(group.task)
+        try:
+            if not leads:
+                with group.timed("prefix_wait"):
+                    await group.prompt_cached.wait()
+            episode = await self._converse(group, trajectory_id, sandbox)
+        finally:
+            await sandbox.close()
+        with group.timed("grade"):
+            grade = await self._grader.grade(group.task, episode.patch)
+        await self._store.finish_trajectory(trajectory_id, grade.reward, episode.ending, episode.counters)
+        if self._config.run.archive_trajectories:
+            await asyncio.to_thread(
+                write_episode,
+                self._config.run.folder,
+                group.policy_version,
+                trajectory_id=trajectory_id,
+                group_id=group.id,
+                task_id=group.task.id,
+                turns=episode.turns,
+                ending=episode.ending,
+                grade=grade,
+                patch=episode.patch,
+            )
+        return grade
+
+    async def _converse(self, group: Group, trajectory_id: str, sandbox: Sandbox) -> Episode:
+        """The episode's turns, each appended to the store under the one policy version the group was claimed for."""
+
+        async def append(turn: Turn) -> None:
+            if turn.policy_version != group.policy_version:
+                raise EngineError(
+                    f"{trajectory_id} turn {turn.index} was sampled by policy {turn.policy_version}, "
+                    f"the group is of policy {group.policy_version}"
+                )
+            await self._store.append_turn(trajectory_id, turn)
+
+        await self._store.open_trajectory(trajectory_id, group.id, group.task.id)
+        agent = Agent(self._fleet.at(group.id), self._renderer, self._config.agent)
+        return await run_episode(agent, group.task, sandbox, append, after_first=group.prompt_cached.set)

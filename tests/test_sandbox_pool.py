@@ -1,0 +1,248 @@
+"""The pool: warm containers, bounded starts, and that nothing is ever left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import docker
+import pytest
+
+from agent_r3.config import SandboxConfig
+from agent_r3.envs.docker import docker_problem, reap, require_docker
+from agent_r3.envs.pool import DockerPool
+from agent_r3.errors import SandboxError, UserError
+from agent_r3.types import Task
+from tests.support.docker import containers_of, make_task
+
+pytestmark = pytest.mark.docker
+
+ENGINE = Path(__file__).parents[1] / "docker" / "engine.sh"
+
+WORKER = """
+import asyncio, sys
+from agent_r3.config import SandboxConfig
+from agent_r3.envs.pool import DockerPool
+from tests.support.docker import make_task
+
+async def main():
+    pool = DockerPool(SandboxConfig(), run=sys.argv[1])
+    sandbox = await pool.acquire(make_task(sys.argv[2]))
+    print("up", flush=True)
+    await sandbox.exec("trap '' TERM; sleep 1000", timeout_s=1000)
+
+asyncio.run(main())
+"""
+
+
+async def until(condition: str, holds: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
+        await asyncio.sleep(0.1)
+
+
+def running(api: docker.APIClient, run: str) -> int:
+    return len(api.containers(filters={"label": f"agent_r3.run={run}"}))
+
+
+async def test_upcoming_containers_are_started_ahead_and_handed_out(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    async with DockerPool(SandboxConfig(warm=3), run=run_name) as pool:
+        await pool.prefetch([sandbox_task] * 5)
+        await until("3 warm", lambda: running(docker_engine, run_name) == 3)
+        first = {(await pool.acquire(sandbox_task)).id for _ in range(3)}
+        await until("2 more", lambda: running(docker_engine, run_name) == 5)
+        later = [await pool.acquire(sandbox_task) for _ in range(3)]
+        assert len(first | {sandbox.id for sandbox in later}) == 6  # single use, and the sixth was started on demand
+        assert (await later[0].exec("ls -d /r2e_tests", timeout_s=20)).exit_code != 0
+        assert running(docker_engine, run_name) == 6
+
+
+async def test_a_warm_container_that_died_is_replaced(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    async with DockerPool(SandboxConfig(warm=1), run=run_name) as pool:
+        await pool.prefetch([sandbox_task])
+        await until("1 warm", lambda: running(docker_engine, run_name) == 1)
+        [dead] = containers_of(docker_engine, run_name)
+        docker_engine.kill(dead)
+        await until("it is gone", lambda: dead not in containers_of(docker_engine, run_name))
+        sandbox = await pool.acquire(sandbox_task)
+        assert (await sandbox.exec("echo alive", timeout_s=20)).output == b"alive\n"
+
+
+async def test_containers_of_an_older_plan_wait_a_while_and_then_make_room(
+    run_name: str, sandbox_task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_task(sandbox_task.image, name="other", workdir="/testbed/pkg")
+    async with DockerPool(SandboxConfig(warm=1), run=run_name) as pool:
+        await pool.prefetch([sandbox_task])
+        await pool.prefetch([other])
+        waiting = await pool.acquire(sandbox_task)
+        taken = await pool.acquire(other)
+        assert (await taken.exec("pwd", timeout_s=20)).output == b"/testbed/pkg\n"
+        assert waiting.alive
+
+        monkeypatch.setattr("agent_r3.envs.pool._STALE_S", 0.0)
+        await pool.prefetch([sandbox_task])
+        await pool.prefetch([other])
+        assert [warm.key[1] for warm in pool._warm] == ["/testbed/pkg"]
+
+
+async def test_starts_are_bounded(run_name: str, sandbox_task: Task, docker_engine: docker.APIClient) -> None:
+    async with DockerPool(SandboxConfig(max_starting=2), run=run_name) as pool:
+        made = asyncio.gather(*(pool.acquire_for_grading(sandbox_task) for _ in range(8)))
+        most = 0
+        while not made.done():
+            starting = {"label": f"agent_r3.run={run_name}", "status": "created"}
+            most = max(most, len(docker_engine.containers(all=True, filters=starting)))
+            await asyncio.sleep(0.01)
+        assert 1 <= most <= 2 and len({sandbox.id for sandbox in await made}) == 8
+
+
+async def test_a_cancelled_acquire_leaves_nothing(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    async with DockerPool(SandboxConfig(max_starting=1), run=run_name) as pool:
+        for wait in (0.0, 0.05, 0.3):
+            asking = [asyncio.create_task(pool.acquire(sandbox_task)) for _ in range(2)]
+            await asyncio.sleep(wait)
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        await until("all gone", lambda: not pool._starts and not containers_of(docker_engine, run_name))
+        assert (await (await pool.acquire(sandbox_task)).exec("echo ok", timeout_s=20)).output == b"ok\n"
+
+
+async def test_close_removes_everything_twice_and_when_cancelled(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    pool = DockerPool(SandboxConfig(warm=2), run=run_name)
+    await pool.prefetch([sandbox_task] * 4)
+    sandbox = await pool.acquire(sandbox_task)
+    starting = asyncio.create_task(pool.acquire(sandbox_task))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert containers_of(docker_engine, run_name) == []
+    with pytest.raises(SandboxError):
+        await (await starting).exec("true", timeout_s=5)
+    await pool.close()
+    await sandbox.close()
+    with pytest.raises(SandboxError):
+        await sandbox.exec("true", timeout_s=5)
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.acquire(sandbox_task)
+
+
+async def test_two_pools_do_not_touch_each_other(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    async with DockerPool(SandboxConfig(), run=run_name, owner="a") as first:
+        kept = await first.acquire(sandbox_task)
+        async with DockerPool(SandboxConfig(), run=run_name, owner="b") as second:
+            await second.acquire(sandbox_task)
+            assert reap(run_name) == 0  # both owners live
+        assert len(containers_of(docker_engine, run_name)) == 1
+        assert (await kept.exec("echo alive", timeout_s=20)).output == b"alive\n"
+
+
+async def test_a_killed_worker_leaves_nothing(
+    run_name: str, sandbox_image: str, docker_engine: docker.APIClient
+) -> None:
+    command = [sys.executable, "-c", WORKER, run_name, sandbox_image]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    assert worker.stdout is not None and worker.stdout.readline() == b"up\n"
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    await until("gone by itself", lambda: not containers_of(docker_engine, run_name))
+
+
+def test_reap_removes_what_has_no_living_owner_or_is_overdue(
+    run_name: str, sandbox_image: str, docker_engine: docker.APIClient
+) -> None:
+    def leave(owner: str, deadline: float) -> None:
+        labels = {"agent_r3.run": run_name, "agent_r3.owner": owner, "agent_r3.deadline": str(int(deadline))}
+        docker_engine.create_container(sandbox_image, command=["true"], labels=labels)
+
+    host = os.uname().nodename
+    leave(f"worker@{host}:{os.getpid()}:1", time.time() + 1000)  # this pid, but of an earlier process
+    leave("worker@another-host:1:1", time.time() - 1)
+    leave("worker@another-host:1:1", time.time() + 1000)
+    assert reap(run_name + "-other") == 0
+    assert reap(run_name) == 2
+    [left] = containers_of(docker_engine, run_name)
+    docker_engine.remove_container(left)
+
+
+async def test_descriptors_do_not_pile_up(pool: DockerPool, sandbox_task: Task) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def use() -> None:
+        sandbox = await pool.acquire(sandbox_task)
+        await sandbox.close()
+
+    await use()
+    await until("first one closed", lambda: not pool._host._removals)
+    before = count()
+    for _ in range(4):
+        await use()
+    await until("all closed", lambda: not pool._host._removals)
+    assert count() <= before
+
+
+async def test_sixteen_at_once(run_name: str, sandbox_task: Task) -> None:
+    async def episode(pool: DockerPool, number: int) -> bytes:
+        sandbox = await pool.acquire(sandbox_task)
+        for _ in range(3):
+            result = await sandbox.exec(f"echo {number} >>mine; cat mine", timeout_s=60)
+        await sandbox.close()
+        return result.output
+
+    async with DockerPool(SandboxConfig(), run=run_name) as pool:
+        outputs = await asyncio.gather(*(episode(pool, number) for number in range(16)))
+    assert outputs == [f"{number}\n".encode() * 3 for number in range(16)]
+
+
+def test_without_an_engine_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing.sock")
+    problem = docker_problem()
+    assert problem is not None and "docker/engine.sh" in problem and "\n" not in problem
+    with pytest.raises(UserError, match="no Docker engine"):
+        require_docker()
+    with pytest.raises(UserError, match="no Docker engine"):
+        DockerPool(SandboxConfig())
+    assert reap(None) == 0
+    monkeypatch.setenv("DOCKER_HOST", "https://127.0.0.1:1")
+    assert "\n" not in (docker_problem() or "\n")
+
+
+def test_with_an_engine_there_is_no_problem(docker_engine: docker.APIClient) -> None:
+    assert docker_problem() is None
+    require_docker()
+
+
+def test_engine_script_does_nothing_where_an_engine_answers(docker_engine: docker.APIClient) -> None:
+    before = docker_engine.info()["ID"]
+    done = subprocess.run([str(ENGINE)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert docker_engine.info()["ID"] == before
+
+
+def test_engine_script_tells_a_user_without_rights_what_to_do(docker_engine: docker.APIClient) -> None:
+    with ENGINE.open() as script:
+        command = ["bash", "-s"]
+        done = subprocess.run(command, stdin=script, capture_output=True, text=True, timeout=60, user=65534, cwd="/")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "as root" in done.stderr

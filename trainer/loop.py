@@ -1,0 +1,244 @@
+"""The training loop: wait for groups, recompute old log-probs, diagnose, update, push, checkpoint, acknowledge.
+
+`Trainer.step` is one step on every rank. Rank 0 alone talks to the stream, the engines and the metrics; each rank loads
+its own trajectories from the store.
+
+A group is acknowledged once a checkpoint holds its step. A trainer that is killed goes on at its last checkpoint: the
+groups since then are delivered again, in the same order and under the same versions, so none is lost and none counts
+twice; until it has caught up, the engines keep the newer policy that they serve. With `train.save_every=0` there is no
+checkpoint to come back to, and groups are acknowledged after their step.
+"""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from operator import add
+from pathlib import Path
+from types import FrameType
+
+import structlog
+
+from agent_r3.config import Config, require_trainable_sampling
+from agent_r3.errors import ContractError, UserError
+from agent_r3.metrics import MetricsWriter
+from agent_r3.store import Delivery, GroupReader
+from agent_r3.store import Policy as PublishedPolicy
+from agent_r3.trainer import ranks
+from agent_r3.trainer.batch_loader import BatchLoader, samples_of
+from agent_r3.trainer.checkpoint import Checkpoints, TrainerState
+from agent_r3.trainer.diagnostics import Diagnostics
+from agent_r3.trainer.feed import GroupFeed, StepGroups, Stopped, collect
+from agent_r3.trainer.losses import LossSums, load_verl
+from agent_r3.trainer.megatron import Policy
+from agent_r3.trainer.optimize import diagnose, recompute, update
+from agent_r3.trainer.push import WeightPublisher
+from agent_r3.trainer.rollout_metrics import rollout_metrics
+
+log = structlog.get_logger(__name__)
+
+_WAITING = "waiting"  # rank 0 says so regularly: no collective may time out during a long rollout
+
+
+def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: bool = False) -> None:
+    """Train until `train.steps`, or until SIGTERM or SIGINT: then up to the next step boundary, with a checkpoint.
+
+    One process per rank (torchrun), or one alone. Raises UserError for what can be mended before the first step.
+    """
+    require_trainable_sampling(config.sampling)
+    load_verl()  # now, while the engines start, rather than in the first step
+    policy = Policy.from_pretrained(
+        Path(config.model.path),
+        config.train,
+        temperature=config.sampling.temperature,
+        replay=config.train.routing == "r3",
+        seed=config.run.seed,
+    )
+    with ExitStack() as stack:
+        store = stack.enter_context(GroupReader.connect(store_url, config.run.name))
+        trainer = Trainer(config, policy, store, engine_urls, resume=resume)
+        trainer.open(stack)
+        trainer.run()
+
+
+class Trainer:
+    """One rank of the trainer."""
+
+    def __init__(
+        self, config: Config, policy: Policy, store: GroupReader, engine_urls: Sequence[str], *, resume: bool
+    ) -> None:
+        folder = config.run.folder
+        self._config = config
+        self._policy = policy
+        self._store = store
+        self._leads = ranks.rank() == 0
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints", keep=config.train.keep_checkpoints, writer=self._leads, barrier=ranks.barrier
+        )
+        self._publisher = WeightPublisher(engine_urls, folder / "weights", retry_s=config.engine.start_timeout_s)
+        self._loader = BatchLoader(store, config, policy.shape if config.engine.routed_experts else None)
+        self._stopping = False
+        self._unsafe: list[Delivery] = []  # trained, but in no checkpoint yet
+        self._seconds: Counter[str] = Counter()
+        self.state = self._start_state(resume)
+        self._saved_step = self.state.step
+
+    def open(self, stack: ExitStack) -> None:
+        """Take up the run: signals, metrics, the place in the data order, the policy in the engines."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
+        if self._leads:
+            self._metrics = stack.enter_context(MetricsWriter(self._config.run.folder, first_step=self.state.step))
+            self._feed = GroupFeed(self._store, self.state.groups, self._idle)
+        self._served = ranks.share(self._open_store() if self._leads else None)
+        self._push()
+
+    def run(self) -> None:
+        """All remaining steps. Returns early, at a step boundary, when the run was asked to stop."""
+        steps, save_every = self._config.train.steps, self._config.train.save_every
+        while self.state.step < steps:
+            with self._timed("step"):
+                with self._timed("wait"):
+                    groups = self._next_groups()
+                if groups is None:
+                    break
+                metrics = self.step(groups)
+            self._write(metrics)
+            if not save_every:
+                self._acknowledge()
+            elif self.state.step % save_every == 0:
+                self._save()
+        if self.state.step != self._saved_step:
+            self._save()
+        log.info("trainer ends", step=self.state.step, of=steps, policy_version=self.state.version)
+
+    def step(self, groups: StepGroups) -> dict[str, float]:
+        """Train on `groups` and publish the new policy. Returns the step's metrics, the same on every rank."""
+        step, version = self.state.step, self.state.version
+        with self._timed("load"):
+            batch = self._loader.load(samples_of(groups), step, version)
+        losses, diagnostics, figures = LossSums(), Diagnostics(rows=batch.rows), {"train/skipped_steps": 1.0}
+        if batch.mini_batches:
+            with self._timed("logprobs"):
+                old = recompute(self._policy, batch.mini_batches, replay=self._config.train.routing == "r3")
+            with self._timed("diagnostics"):
+                diagnostics += diagnose(self._policy, self._loader, batch, old, self._config, step=step)
+            with self._timed("update"):
+                losses, figures = update(self._policy, batch.mini_batches, old, self._config)
+            version += 1
+        all_losses, all_diagnostics, rollouts = zip(*ranks.gather((losses, diagnostics, batch.rollout)), strict=True)
+        self.state = TrainerState(step + 1, version, groups.stop)
+        if batch.mini_batches:
+            with self._timed("push"):
+                self._push()
+        self._unsafe += groups.deliveries
+        return {
+            **rollout_metrics(rollouts, groups.deliveries),
+            **reduce(add, all_losses).metrics(len(batch.mini_batches)),
+            **reduce(add, all_diagnostics).metrics(),
+            **figures,
+            "train/groups_kept": float(len(groups.kept)),
+            "train/groups_equal": float(len(groups.deliveries) - groups.mixed),
+            "train/refills": float(groups.refills),
+            "train/policy_version": float(version),
+        }
+
+    def _start_state(self, resume: bool) -> TrainerState:
+        found = self._checkpoints.latest()
+        if not resume and found is not None:
+            raise UserError(
+                f"{self._config.run.folder} holds a checkpoint of step {found.state.step}: continue that run with "
+                "--resume, or choose another run.name"
+            )
+        if found is None:
+            if resume:
+                log.warning("there is no checkpoint to resume from; the run starts at step 0")
+            return TrainerState()
+        self._policy.load(found.policy)
+        log.info("resumed", step=found.state.step, policy_version=found.state.version, groups=found.state.groups)
+        return found.state
+
+    def _open_store(self) -> int:
+        """Set the place in the data order where the store does not know it. Returns the policy version in use, or -1.
+
+        A store that knows a policy has lived on since the checkpoint: it delivers again what was not acknowledged, and
+        what is in flight goes on under the policy it was started with.
+        """
+        published = self._published() if self.state.step else None
+        if published is None:
+            self._store.reset_position(self.state.groups)
+            return -1
+        if published.version > self.state.version:
+            log.info("catching up", policy_version=self.state.version, published=published.version)
+            self._publisher.load(published.version, Path(published.weights))
+        return published.version
+
+    def _published(self) -> PublishedPolicy | None:
+        try:
+            return self._store.policy()
+        except ContractError:  # none was set: the store is a new one
+            return None
+
+    def _next_groups(self) -> StepGroups | None:
+        """The groups of the next step, on every rank; None when the run was asked to stop."""
+        message: StepGroups | str | None = _WAITING
+        if self._leads:
+            try:
+                message = collect(self._feed, self._config, self.state.version)
+            except Stopped:
+                message = None
+            message = ranks.share(message)
+        while message == _WAITING:
+            message = ranks.share(None)
+        assert not isinstance(message, str)
+        return message
+
+    def _idle(self) -> None:
+        if self._stopping:
+            raise Stopped
+        self._store.heartbeat("trainer", {"step": self.state.step, "policy_version": self.state.version})
+        ranks.share(_WAITING)
+
+    def _push(self) -> None:
+        """Publish the current policy, unless the engines already serve a newer one (after a crash, see above)."""
+        version = self.state.version
+        if version < self._served:
+            return
+        if not self._leads:
+            self._policy.save_hf(self._publisher.folder(version))
+        else:
+            folder = self._publisher.push(version, self._policy.save_hf)
+            self._store.set_policy(version, str(folder))
+            self._publisher.prune(keep=version)
+        self._served = version
+
+    def _save(self) -> None:
+        with self._timed("checkpoint"):
+            self._checkpoints.save(self.state, self._policy.save)
+        self._saved_step = self.state.step
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if self._leads:
+            self._store.ack(self._unsafe)
+        self._unsafe = []
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        """Before the checkpoint, so that no checkpointed step lacks its line; its seconds count in the next one's."""
+        if self._leads:
+            stages = {f"perf/{stage}_s": seconds for stage, seconds in self._seconds.items()}
+            self._metrics.write(self.state.step - 1, metrics | stages)
+        self._seconds.clear()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] += time.perf_counter() - began  # type: ignore[assignment]
