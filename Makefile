@@ -13,7 +13,7 @@ setup: ## make .venv and start a Docker engine (idempotent)
 	@docker/engine.sh
 
 demo: setup ## train the tiny policy end to end on this machine, without a GPU (SEED=0)
-	$(RUN)/agent-r3 tasks build offline --for configs/tiny-cpu.yaml
+	$(RUN)/agent-r3 tasks build --for configs/tiny-cpu.yaml
 	$(RUN)/agent-r3 model tiny
 	$(RUN)/agent-r3 train configs/tiny-cpu.yaml run.seed=$(SEED) --overwrite
 

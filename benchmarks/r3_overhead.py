@@ -161,7 +161,7 @@ def summarize(measured: list[tuple[Cost, Cost]], work: Workload) -> dict[str, ob
 
 
 def _t95(freedom: int) -> float:
-    from scipy.stats import t
+    from scipy.stats import t  # type: ignore[import-untyped]
 
     return float(t.ppf(0.975, freedom))
 

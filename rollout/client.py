@@ -1,7 +1,6 @@
 """SGLang over HTTP: token ids in; token ids, log-probs and checked routing rows out."""
 
 import asyncio
-import base64
 import binascii
 import hashlib
 import json
@@ -250,7 +249,7 @@ def decode_rows(encoded: str, rows: int, model: ModelInfo) -> RowArray:
     """
     moe = model.require_moe()
     try:
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+        flat = np.frombuffer(binascii.a2b_base64(encoded, strict_mode=True), dtype="<i4")
     except (binascii.Error, ValueError) as exc:
         raise RoutingError(f"routing rows are not base64 of int32: {exc}") from exc
     width = model.num_hidden_layers * moe.top_k

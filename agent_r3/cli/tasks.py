@@ -1,5 +1,6 @@
 """`agent-r3 tasks`: list, show, build and verify task datasets."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,6 +68,9 @@ def show(
 def build(
     source: Annotated[str, typer.Argument(help="`offline`, or a task file of the same shape (JSON).")] = "offline",
     only: Only = None,
+    config: Annotated[
+        Path | None, typer.Option("--for", help="Training config: build what its tasks section names, instead.")
+    ] = None,
     base_image: Annotated[
         str | None,
         typer.Option(help="Image to build on, with git and Python, such as python:3.11. Default: made here."),
@@ -81,12 +85,15 @@ def build(
     import sys
     import time
 
-    from agent_r3.config import SandboxConfig
+    from agent_r3.config import SandboxConfig, load_config
     from agent_r3.envs.build import Built, build_tasks
     from agent_r3.envs.images import ImageBuilder
     from agent_r3.envs.offline import offline_spec_path, rows_path
     from agent_r3.envs.pool import DockerPool
 
+    if config is not None:
+        wanted = load_config(config).tasks
+        source, only = wanted.dataset, [*wanted.include]
     spec, started = offline_spec_path(source), time.perf_counter()
 
     def progress(task_id: str, stage: str) -> None:

@@ -47,7 +47,7 @@ class Recipe:
     expert_hidden: int = 128
     episodes: int = 480
     right_share: float = 0.3
-    warm_start_steps: int = 140
+    warm_start_steps: int = 220
     seed: int = 1
 
 

@@ -40,17 +40,9 @@ SCRIPTS: Mapping[str, Script] = {
     "humanize__4.12.1": Script(
         path="/testbed/src/humanize/filesize.py",
         term="abs_bytes",
-        right=(
-            Edit(
-                'return f"{bytes_}B" if gnu else f"{bytes_} Bytes"',
-                'return f"{int(bytes_)}B" if gnu else f"{int(bytes_)} Bytes"',
-            ),
-        ),
+        right=(Edit("if abs_bytes < base:", "if abs_bytes < base:\n        bytes_ = int(bytes_)"),),
         wrong=(
-            Edit(
-                'return f"{bytes_}B" if gnu else f"{bytes_} Bytes"',
-                'return f"{bytes_}B" if gnu else f"{int(bytes_)} Bytes"',
-            ),
+            Edit("if abs_bytes < base:", "if abs_bytes < base:\n        bytes_ = round(bytes_, 1)"),
             Edit('return f"{bytes_} Byte"', 'return f"{int(bytes_)} Byte"'),
         ),
     ),
@@ -76,17 +68,10 @@ SCRIPTS: Mapping[str, Script] = {
         path="/testbed/src/dotenv/main.py",
         term="_is_interactive",
         right=(
-            Edit(
-                "        try:\n            main = __import__",
-                '        if hasattr(sys, "ps1") or hasattr(sys, "ps2"):\n            return True\n'
-                "        try:\n            main = __import__",
-            ),
+            Edit("return not hasattr(main", 'return hasattr(sys, "ps1") or hasattr(sys, "ps2") or not hasattr(main'),
         ),
         wrong=(
-            Edit(
-                "        try:\n            main = __import__",
-                '        if hasattr(sys, "ps1"):\n            return True\n        try:\n            main = __import__',
-            ),
+            Edit("return not hasattr(main", 'return hasattr(sys, "ps1") or not hasattr(main'),
             Edit('return not hasattr(main, "__file__")', 'return not hasattr(main, "ps1")'),
         ),
     ),
@@ -134,7 +119,7 @@ def write_turns(script: Script, source: str, right: bool, rng: random.Random) ->
         first = line - rng.choice((2, 4))
         turns.append(_call("file_editor", command="view", path=script.path, view_range=f"[{first}, {first + 8}]"))
     if rng.random() < 0.05:
-        turns.append(_replace(script.path, Edit(edit.old.replace("return", "yield").replace("self", "cls"), edit.new)))
+        turns.append(_replace(script.path, Edit(f"{edit.old};", edit.new)))
     turns.append(_replace(script.path, edit))
     if rng.random() < 0.5:
         turns.append(_call("execute_bash", cmd="git diff --stat"))

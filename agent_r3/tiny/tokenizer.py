@@ -9,10 +9,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
-# Qwen's pattern with one piece more in front: a whole tag of a tool call, so that it can become one token.
+# Qwen's pattern with one piece more in front: a whole tag of a tool call, so that it can become one token. Punctuation
+# stops before a tag, so that it is the same token wherever it stands.
+_TAG = r"</?[a-z_]+(?:=[a-z_]+)?>"
 _PIECES = (
-    r"</?[a-z_]+(?:=[a-z_]+)?>\n?"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"{_TAG}\n?|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    rf"| ?(?:(?!{_TAG})[^\s\p{{L}}\p{{N}}])+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}

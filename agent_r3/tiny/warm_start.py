@@ -34,7 +34,7 @@ class WarmStart:
     """The recipe; tried together with the model's shape and the scripts' share of right edits."""
 
     steps: int
-    batch: int = 16  # episodes a step
+    batch: int = 12  # episodes a step
     lr: float = 3e-3
     warmup: int = 15
     final_lr: float = 0.05  # share of lr at the end of the cosine

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,26 +30,27 @@ def save_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=STOP,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": STOP,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    model: Any = Qwen3MoeForCausalLM
+    model(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -58,21 +60,23 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
+    trainer: Any = trainers.BpeTrainer
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
         ["def search(tool, text): return the words of a tiny tokenizer 1 2 3 4 5 6 7 8 9 0"] * 10,
-        trainers.BpeTrainer(
+        trainer(
             vocab_size=VOCABULARY,
             special_tokens=SPECIAL,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None
-    ).save_pretrained(folder)
+    fast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None).save_pretrained(
+        folder
+    )
 
 
 def engine_config(**changes: object) -> EngineConfig:

@@ -18,7 +18,8 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self._model = model.eval()
 
     def routes(self, tokens: Int32Array) -> RowArray:
         """Experts each token is routed to, [T, L, K], MoE layers only."""
