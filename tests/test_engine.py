@@ -155,11 +155,21 @@ async def test_old_weights_kv_and_rows_are_never_served_after_a_push(
     await asyncio.to_thread(publisher.load, 3, tiny_moe)  # other tests expect the version it was started with
 
 
+async def running(client: SGLangClient, seed: int, tokens: int) -> "tuple[Int32Array, asyncio.Task[Generation]]":
+    """A request that is being decoded. A random model may sample the stop token early: then another prompt is taken."""
+    for attempt in range(10):
+        ids = prompt(10 * seed + attempt, 300)
+        task = asyncio.create_task(client.generate(ids, max_new_tokens=tokens, rows_from=0))
+        await asyncio.sleep(0.5)
+        if not task.done():
+            return ids, task
+    raise AssertionError("every request stopped within half a second")
+
+
 async def test_an_aborted_request_is_an_engine_error_and_the_server_goes_on(engine_fp32: LiveEngine) -> None:
     async with engine_fp32.fleet() as fleet:
         client = fleet.at("e")
-        task = asyncio.create_task(client.generate(prompt(4, 300), max_new_tokens=2000, rows_from=0))
-        await asyncio.sleep(1.0)
+        _, task = await running(client, 4, 2000)
         await client.abort_all()
         with pytest.raises(EngineError, match="aborted the request"):
             await asyncio.wait_for(task, 20)
@@ -169,8 +179,7 @@ async def test_an_aborted_request_is_an_engine_error_and_the_server_goes_on(engi
 async def test_a_cancelled_request_is_ended_on_the_server_too(engine_fp32: LiveEngine) -> None:
     async with engine_fp32.fleet() as fleet:
         client = fleet.at("e")
-        task = asyncio.create_task(client.generate(prompt(5, 300), max_new_tokens=3000, rows_from=0))
-        await asyncio.sleep(1.0)
+        _, task = await running(client, 5, 3000)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -184,11 +193,9 @@ async def test_a_cancelled_request_is_ended_on_the_server_too(engine_fp32: LiveE
 
 
 async def test_a_retracted_request_has_exact_rows_and_says_so(engine_fp32: LiveEngine, reference: Reference) -> None:
-    ids = prompt(6, 300)
     async with engine_fp32.fleet() as fleet, httpx.AsyncClient(timeout=30) as http:
         client = fleet.at("e")
-        task = asyncio.create_task(client.generate(ids, max_new_tokens=400, rows_from=0))
-        await asyncio.sleep(0.5)
+        ids, task = await running(client, 6, 400)
         await http.post(f"{client.url}/pause_generation", json={"mode": "retract"})
         await client.flush_cache()
         await http.post(f"{client.url}/continue_generation", json={})
@@ -293,9 +300,7 @@ async def test_a_server_killed_in_mid_request_is_an_engine_error_at_once_and_lea
     family = server.children(recursive=True)
     assert len(family) >= 2
     async with fleet_of(served.url, engine_fp32.model, engine_config(routed_experts=False)) as fleet:
-        task = asyncio.create_task(fleet.at("e").generate(prompt(10, 300), max_new_tokens=3000, rows_from=0))
-        await asyncio.sleep(1.0)
-        assert not task.done()
+        _, task = await running(fleet.at("e"), 10, 3000)
         server.kill()
         killed = time.monotonic()
         with pytest.raises(EngineError, match="not reachable after 3 attempts"):

@@ -107,14 +107,9 @@ def make_tiny(episodes: Sequence[ScriptedEpisode], out: Path, recipe: Recipe) ->
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         data = temporary / "episodes.npz"
         save_episodes(_encode(episodes, temporary, recipe), data)
-        command = [
-            sys.executable,
-            "-m",
-            "agent_r3.tiny.warm_start",
-            str(data),
-            str(temporary),
-            str(recipe.warm_start_steps),
-        ]
+        # -W ignore: Megatron warns at every import that Apex and Transformer Engine are not there.
+        command = [sys.executable, "-W", "ignore", "-m", "agent_r3.tiny.warm_start"]
+        command += [str(data), str(temporary), str(recipe.warm_start_steps)]
         code = subprocess.run(command, check=False).returncode
         if code != 0:
             raise WarmStartError(f"`{' '.join(command)}` ended with exit code {code}")
