@@ -5,7 +5,8 @@ the same episodes in turn (order swapped from pair to pair) while the other slee
 all processes of the server, and of this client (decoding, checks and splice included). CPU time, not wall time, since
 on a machine with few cores client and server share them.
 
-    python benchmarks/r3_overhead.py --model runs/demo/model --pairs 12 --json overhead.json
+    agent-r3 bench r3 --pairs 12 --json
+    python benchmarks/r3_overhead.py --model FOLDER --pairs 12 --json
 """
 
 import argparse
@@ -18,6 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -121,7 +123,7 @@ class Arm:
         return float(sum(t.user + t.system for t in times))
 
 
-async def run(model: Path, pairs: int, work: Workload) -> dict[str, object]:
+async def run(model: Path, pairs: int, work: Workload) -> dict[str, Any]:
     """Paired runs after one warm-up of each arm. Ratios are on / off of total CPU seconds per trajectory."""
     info = read_model(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +140,7 @@ async def run(model: Path, pairs: int, work: Workload) -> dict[str, object]:
     return summarize(measured, work)
 
 
-def summarize(measured: list[tuple[Cost, Cost]], work: Workload) -> dict[str, object]:
+def summarize(measured: list[tuple[Cost, Cost]], work: Workload) -> dict[str, Any]:
     """Geometric mean of the paired ratios, with the 95% interval of Student's t."""
     logs = [math.log(on.total / off.total) for on, off in measured]
     middle = statistics.fmean(logs)
@@ -171,15 +173,23 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="model folder")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--groups", type=int, default=Workload().groups, help="groups of 8 trajectories a run")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error("--pairs must be at least 2")
     result = asyncio.run(run(options.model, options.pairs, Workload(groups=options.groups)))
-    text = json.dumps(result, indent=2)
-    if options.json:
-        options.json.write_text(text + "\n")
-    print(text)
+    print(json.dumps(result) if options.json else in_words(result))
+
+
+def in_words(result: dict[str, Any]) -> str:
+    low, high = result["ratio_95"]
+    costs = result["cpu_s_per_trajectory"]
+    return (
+        f"R3 on / off, CPU seconds a trajectory: {result['ratio']:.4f} (95% {low:.4f} to {high:.4f}, "
+        f"median {result['ratio_median']:.4f}, {len(result['pairs'])} pairs); "
+        f"on {costs['on']['server'] + costs['on']['client']:.4f} s, "
+        f"off {costs['off']['server'] + costs['off']['client']:.4f} s"
+    )
 
 
 if __name__ == "__main__":

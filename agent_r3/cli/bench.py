@@ -23,7 +23,10 @@ def r3(
 
     Example: agent-r3 bench r3 --pairs 8 --json
     """
-    _run("r3_overhead.py", ["--model", "tiny", "--pairs", str(pairs), *(["--json"] if as_json else [])])
+    from agent_r3.tiny import model_folder
+
+    arguments = ["--model", str(model_folder("tiny")), "--pairs", str(pairs)]
+    _run("r3_overhead.py", [*arguments, *(["--json"] if as_json else [])])
 
 
 def _run(script: str, args: list[str]) -> None:
