@@ -25,6 +25,7 @@ COMMAND = [sys.executable, "-m", "agent_r3.cli"]
 # SGLang's own record of every request: ids in, ids out.
 RECORD = "engine.extra_args=[--log-requests, --log-requests-level, '3', --log-requests-format, json]"
 SMALL = ("train.steps=2", "train.diagnostics_trajectories=8", "rollout.samples_per_task=4")
+EPISODES = 2 * 4 * len(SCRIPTS)
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,19 @@ def test_a_run_is_exact_from_the_engines_record_to_the_summary(train: Callable[.
     training = train("exact", RECORD)
     assert training.finish() == 0, training.output()
     summary = json.loads((training.folder / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["episodes"] == 48
+    assert summary["steps"] == 2 and summary["episodes"] == EPISODES
     assert summary["r3_coverage"] == 1.0
     assert summary["rows_missing"] == 0 and summary["reprefilled_tokens"] == 0
     assert summary["infra_failures"] == {}
     assert 0 < summary["cached_tokens"] < summary["prompt_tokens"]
-    assert summary["kl_replay"] < summary["kl_native"]
+    assert 0 < summary["kl_replay"] < 1e-3 and 0 < summary["kl_native"]
     assert set(summary["wall_s"]) >= {"rollout", "update", "push"}
     assert (training.folder / "report.html").stat().st_size > 10_000
     assert any((training.folder / "tensorboard").iterdir())
 
     seen = requests_seen(training.folder / "logs")
     episodes = [read_episode(path) for path in list_episodes(training.folder)]
-    assert len(episodes) == 48
+    assert len(episodes) == EPISODES
     for episode in episodes:
         check_trajectory(episode)
         tokens = tuple(episode.trajectory.tokens.tolist())
@@ -163,7 +164,7 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_failure_becomes_a_reward
     assert "restart 1 of" in training.output()
     metrics = read_metrics(training.folder)
     assert [line["step"] for line in metrics] == [0, 1]
-    assert sum(line["rollout/episodes"] for line in metrics) == 48
+    assert sum(line["rollout/episodes"] for line in metrics) == EPISODES
     assert metrics[-1]["r3/coverage"] == 1.0
     assert containers("killed") == []
 

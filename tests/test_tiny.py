@@ -32,7 +32,7 @@ FIRST = "pathspec__0.12.1"
 
 @pytest.fixture(scope="module")
 def tasks(docker_engine: docker.APIClient) -> Mapping[str, Task]:
-    """The six tasks, built in the user's cache: only the first session pays."""
+    """The tasks, built in the user's cache: only the first session pays."""
 
     async def build() -> None:
         async with DockerPool(SandboxConfig(), run="tasks-build") as pool:

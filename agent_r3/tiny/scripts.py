@@ -36,23 +36,15 @@ class Script:
     wrong: tuple[Edit, ...]  # plausible, but the hidden tests fail
 
 
+# Edits of different tasks should have little text in common: what is learned about one would disturb the other.
 SCRIPTS: Mapping[str, Script] = {
-    "humanize__4.12.1": Script(
-        path="/testbed/src/humanize/filesize.py",
-        term="abs_bytes",
-        right=(Edit("if abs_bytes < base:", "if abs_bytes < base:\n        bytes_ = int(bytes_)"),),
-        wrong=(
-            Edit("if abs_bytes < base:", "if abs_bytes < base:\n        bytes_ = round(bytes_, 1)"),
-            Edit('return f"{bytes_} Byte"', 'return f"{int(bytes_)} Byte"'),
-        ),
-    ),
     "humanize__4.12.3": Script(
         path="/testbed/src/humanize/filesize.py",
         term="{bytes_} Byte",
-        right=(Edit('return f"{bytes_} Byte"', 'return f"{int(bytes_)} Byte"'),),
+        right=(Edit('return f"{bytes_} Byte"', 'return f"{bytes_:.0f} Byte"'),),
         wrong=(
             Edit('return f"{bytes_} Byte"', 'return "1 Byte"'),
-            Edit("if abs_bytes == 1 and not gnu:", "if bytes_ == 1 and not gnu:"),
+            Edit('return f"{bytes_} Byte"', 'return f"{bytes_:.1f} Byte"'),
         ),
     ),
     "pathspec__0.12.1": Script(
