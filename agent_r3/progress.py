@@ -66,7 +66,9 @@ class StepProgress:
 
     def say(self, text: str) -> None:
         """A line of its own, with the seconds since the start."""
-        self._console.print(f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(
+            f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False, soft_wrap=True
+        )
 
     async def _follow(self) -> None:
         while True:
