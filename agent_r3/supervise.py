@@ -16,11 +16,12 @@ from agent_r3.config import Config, EngineConfig, dump_config, require_trainable
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.docker import reap, require_docker
 from agent_r3.envs.images import require_images
-from agent_r3.errors import AgentR3Error, ConfigError, ContractError, UserError
+from agent_r3.errors import AgentR3Error, ConfigError, ContractError, EngineError, UserError
 from agent_r3.hfconfig import ModelInfo, check_tokenizer, read_model
 from agent_r3.process import last_lines, spawn, stop, until_signalled
 from agent_r3.progress import StepProgress
 from agent_r3.report import print_table, write_report
+from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.launcher import EngineServer, check_port, free_port
 from agent_r3.store import EmbeddedServer, Policy, TrajectoryWriter, check_url
 from agent_r3.tiny import model_folder
@@ -30,6 +31,7 @@ _RESTARTS = 5  # of all roles together; a run that needs more has a problem that
 _POLL_S = 0.3
 _WORKER_GRACE_S = 20.0
 _TRAINER_GRACE_S = 120.0  # it finishes its step and writes a checkpoint
+_START_GRACE_S = 3.0  # before the engine is there it has nothing to save, and may be waiting for the engine
 _USER_ERROR = 2  # exit code of a role for what the user must mend
 
 
@@ -136,11 +138,15 @@ class _Run:
                 StepProgress(self._folder / "metrics.jsonl", self._config.train.steps)
             )
             self._resolve(stack)
+            if self._engine_config is None:
+                await self._check_engines()
+            # Stopped last, since the trainer may be about to push to it.
+            stack.push_async_callback(self._stop_engine)
             trainer = self._trainer_role()
             stack.push_async_callback(trainer.stop)
             trainer.start()
-            stack.push_async_callback(self._stop_engine)
             await self._start_engine(self._model, version=0)
+            trainer.grace_s = _TRAINER_GRACE_S
             workers = [self._worker_role(f"worker-{i}") for i in range(self._config.rollout.workers)]
             for worker in workers:
                 stack.push_async_callback(worker.stop)
@@ -171,7 +177,7 @@ class _Run:
             "trainer",
             [*command, *(["--resume"] if self._resume else [])],
             self._folder / "logs" / "trainer.log",
-            _TRAINER_GRACE_S,
+            _START_GRACE_S,
             again=[*command, "--resume"],
         )
 
@@ -193,6 +199,15 @@ class _Run:
         await self._engine.start()
         self._engine_death = asyncio.create_task(self._engine.watch())
         self._progress.say(f"engine answers at {self._engine.url}")
+
+    async def _check_engines(self) -> None:
+        """The user's own servers: each must return routing rows of the model's shape. Raises UserError."""
+        engine = self._config.engine
+        async with EngineFleet(engine, self._model, self._config.sampling, concurrency=1) as fleet:
+            try:
+                await fleet.check()
+            except EngineError as exc:
+                raise UserError(f"engine.urls: {exc}; start that server, or leave engine.urls out") from exc
 
     async def _stop_engine(self) -> None:
         if self._engine_death is not None:

@@ -161,6 +161,11 @@ def test_a_port_in_use_is_told_before_the_roles_work(run: Run, config: Path) -> 
         assert f"cannot listen on 127.0.0.1:{port}" in refused(run, "train", config, f"engine.port={port}")
 
 
+def test_engines_that_are_not_there_end_the_run_at_start_in_one_line(run: Run, config: Path) -> None:
+    line = refused(run, "train", config, "engine.urls=[http://127.0.0.1:1]")
+    assert "engine.urls: engine http://127.0.0.1:1 is not reachable" in line
+
+
 def test_a_row_without_a_column_is_named_with_its_place(run: Run, config: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"repo_name": "x"}) + "\n")
