@@ -14,7 +14,7 @@ import docker
 import psutil
 import pytest
 
-from agent_r3.archive import check_trajectory, list_episodes, read_episode
+from agent_r3.archive import check_trajectory, list_episodes, read_episode, read_info
 from agent_r3.metrics import read_metrics
 from agent_r3.tiny import SCRIPTS
 
@@ -152,6 +152,17 @@ def test_the_exported_trajectory_is_what_the_engine_saw_in_its_last_turn(train: 
     assert episode["rows_shape"][0] == len(episode["token_ids"]) - 1
     sampled = sum(turn["sampled"] for turn in episode["turns"])
     assert sum(episode["loss_mask"]) == sampled == sum(value != 0 for value in episode["logprobs"])
+
+
+def test_a_finished_run_goes_on_with_resume_and_more_steps(train: Callable[..., Training]) -> None:
+    assert train("resumed", "train.steps=1").finish() == 0
+    again = train("resumed", "train.steps=2", "--resume")
+    assert again.finish() == 0, again.output()
+    metrics = read_metrics(again.folder)
+    assert [line["step"] for line in metrics] == [0, 1]
+    assert metrics[1]["rollout/reprefilled_tokens"] == 0 and metrics[1]["r3/coverage"] == 1.0
+    groups = sorted(read_info(path).group_id for path in list_episodes(again.folder))
+    assert groups == sorted(f"g{index:06d}" for index in range(2 * len(SCRIPTS)) for _ in range(4))
 
 
 def test_an_engine_killed_in_mid_run_is_replaced_and_no_failure_becomes_a_reward(
