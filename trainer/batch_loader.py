@@ -44,7 +44,7 @@ class Batch:
     """A step's data on this rank. Indices are those of the step's samples, the same on every rank."""
 
     trajectories: dict[int, Trajectory]  # this rank's, those it trains on
-    trained: tuple[int, ...]  # of all ranks
+    diagnosed: dict[int, Trajectory]  # this rank's share of a sample of all, trained on or not
     advantages: Float32Array  # [N]
     mini_batches: tuple[MiniBatch, ...]  # empty when there is nothing to train on
     rollout: Sums  # of this rank's share of all samples
@@ -99,7 +99,8 @@ class BatchLoader:
         mine = {index for plan in plans for pack in plan[rank] for index in pack}
         trajectories = {index: loaded.get(index) or self._get(samples[index], version) for index in sorted(mine)}
         mini_batches = tuple(self._mini_batch(plan, rank, trajectories, advantages, sizes) for plan in plans)
-        return Batch(trajectories, tuple(trained), advantages, mini_batches, rollout, rows)
+        diagnosed = {index: loaded[index] for index in self._sample(len(samples), step) if index in loaded}
+        return Batch(trajectories, diagnosed, advantages, mini_batches, rollout, rows)
 
     def packs(self, trajectories: dict[int, Trajectory], advantages: Float32Array) -> list[Pack]:
         """Further packs of this rank's trajectories, with rows wherever they are recorded; as many on every rank."""
@@ -115,6 +116,11 @@ class BatchLoader:
         check_trajectory(trajectory, self._shape)
         check_version(trajectory, version)
         return trajectory
+
+    def _sample(self, count: int, step: int) -> list[int]:
+        """The samples to diagnose, the same on every rank."""
+        wanted = min(self._config.train.diagnostics_trajectories, count)
+        return sorted(random.Random(f"{self._config.run.seed}/diagnostics/{step}").sample(range(count), wanted))
 
     def _counts(self, size: _Size) -> bool:
         return size.sampled > 0 and not (self._config.train.mask_truncated and size.ending in CUT)

@@ -124,7 +124,7 @@ class Trainer:
             with self._timed("logprobs"):
                 old = recompute(self._policy, batch.mini_batches, replay=self._config.train.routing == "r3")
             with self._timed("diagnostics"):
-                diagnostics += diagnose(self._policy, self._loader, batch, old, self._config, step=step)
+                diagnostics += diagnose(self._policy, self._loader, batch, self._config)
             with self._timed("update"):
                 losses, figures = update(self._policy, batch.mini_batches, old, self._config)
             version += 1

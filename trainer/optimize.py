@@ -1,8 +1,7 @@
 """The numbers of one step on one rank: old log-probs, diagnostics with and without replay, optimizer steps."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
@@ -17,54 +16,40 @@ from agent_r3.types import Float32Array, Trajectory
 Logprobs = dict[int, Float32Array]
 """Sample index -> log-probs of its sampled tokens."""
 
-
-@dataclass(frozen=True, slots=True)
-class OldLogprobs:
-    """The policy before the step's first update."""
-
-    packs: tuple[tuple[torch.Tensor, ...], ...]  # [mini-step][pack] -> float32 [T]
-    samples: Logprobs
+OldLogprobs = tuple[tuple[torch.Tensor, ...], ...]
+"""Of the policy before the step's first update: [mini-step][pack] -> float32 [T]."""
 
 
 def recompute(policy: Policy, mini_batches: Sequence[MiniBatch], *, replay: bool) -> OldLogprobs:
     """One forward pass over the whole batch; with `replay` its gates are those that the update will use."""
-    packs = [pack for mini_batch in mini_batches for pack in mini_batch.packs]
-    outputs = policy.logprobs(packs, replay=replay)
-    rest = iter(outputs)
-    return OldLogprobs(
-        packs=tuple(tuple(next(rest).logprobs for _ in mini_batch.packs) for mini_batch in mini_batches),
-        samples=_by_sample(packs, outputs),
-    )
+    rest = iter(policy.logprobs([pack for mini_batch in mini_batches for pack in mini_batch.packs], replay=replay))
+    return tuple(tuple(next(rest).logprobs for _ in mini_batch.packs) for mini_batch in mini_batches)
 
 
-def diagnose(
-    policy: Policy, loader: BatchLoader, batch: Batch, old: OldLogprobs, config: Config, *, step: int
-) -> Diagnostics:
-    """KL, F(2) and route mismatch with and without replay, on the same at most `diagnostics_trajectories` samples."""
-    replayed = sum(
-        (
-            fallback_sums(pack.loss_mask.numpy(), pack.has_row.numpy())
-            for mini_batch in batch.mini_batches
-            for pack in mini_batch.packs
-            if pack.routing is not None
-        ),
-        RowSums(),
+def diagnose(policy: Policy, loader: BatchLoader, batch: Batch, config: Config) -> Diagnostics:
+    """KL, F(2) and route mismatch with and without replay, on the same samples.
+
+    They are drawn from all episodes of the step, those of groups without a gradient too: what rollout and trainer
+    disagree on does not depend on the reward.
+    """
+    result = Diagnostics(
+        rows=sum(
+            (
+                fallback_sums(pack.loss_mask.numpy(), pack.has_row.numpy())
+                for mini_batch in batch.mini_batches
+                for pack in mini_batch.packs
+                if pack.routing is not None
+            ),
+            RowSums(),
+        )
     )
-    result = Diagnostics(rows=replayed)
-    count = min(config.train.diagnostics_trajectories, len(batch.trained))
-    if not count:
+    if not config.train.diagnostics_trajectories:
         return result
-    chosen = random.Random(f"{config.run.seed}/diagnostics/{step}").sample(batch.trained, count)
-    trajectories = {index: batch.trajectories[index] for index in chosen if index in batch.trajectories}
-    packs = loader.packs(trajectories, batch.advantages)
+    packs = loader.packs(batch.diagnosed, batch.advantages)
     recorded = any(pack.routing is not None for pack in packs)
     native = policy.logprobs(packs, replay=False, natural=recorded)
-    replay: Logprobs = {}
-    if config.train.routing == "r3":
-        replay = old.samples
-    elif recorded:
-        replay = _by_sample(packs, policy.logprobs(packs, replay=True))
-    return sum((_compare(*pair, trajectories, replay) for pair in zip(packs, native, strict=True)), result)
+    replay = _by_sample(packs, policy.logprobs(packs, replay=True)) if recorded else {}
+    return sum((_compare(*pair, batch.diagnosed, replay) for pair in zip(packs, native, strict=True)), result)
 
 
 def _compare(pack: Pack, native: PackOutput, trajectories: dict[int, Trajectory], replay: Logprobs) -> Diagnostics:
@@ -93,7 +78,7 @@ def update(
     """One optimizer step a mini-batch. Returns this rank's sums, and figures that are the same on every rank."""
     sums = LossSums()
     norms, lr = [], 0.0
-    for mini_batch, old_logprobs in zip(mini_batches, old.packs, strict=True):
+    for mini_batch, old_logprobs in zip(mini_batches, old, strict=True):
         loss = PolicyLoss(
             config.train, tokens=mini_batch.tokens, sequences=mini_batch.sequences, horizon=config.agent.max_tokens
         )
