@@ -55,10 +55,15 @@ class Training:
         return [child for child in found if containing in " ".join(child.cmdline())]
 
 
-def containers(run: str) -> list[object]:
+def run_name(label: str) -> str:
+    """Containers are found by their run's name, so it is this test session's own."""
+    return f"{label}-{os.getpid()}"
+
+
+def containers(label: str) -> list[object]:
     client = docker.from_env()
     try:
-        return list(client.containers.list(all=True, filters={"label": f"agent_r3.run={run}"}))
+        return list(client.containers.list(all=True, filters={"label": f"agent_r3.run={run_name(label)}"}))
     finally:
         client.close()
 
@@ -86,7 +91,8 @@ def tiny_policy() -> None:
 def train(tiny_policy: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
     started: list[Training] = []
 
-    def start(name: str, *overrides: str) -> Training:
+    def start(label: str, *overrides: str) -> Training:
+        name = run_name(label)
         out = (tmp_path / f"{name}.out").open("w")
         command = [
             *COMMAND,
