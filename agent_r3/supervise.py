@@ -25,7 +25,7 @@ from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.launcher import EngineServer, check_port, free_port
 from agent_r3.store import EmbeddedServer, Policy, TrajectoryWriter, check_url
 from agent_r3.tiny import model_folder
-from agent_r3.tools.toolbox import Toolbox
+from agent_r3.tools import check_tools
 
 _RESTARTS = 5  # of all roles together; a run that needs more has a problem that restarting does not mend
 _POLL_S = 0.3
@@ -63,7 +63,7 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
     if config.train.routing != "none":
         model.require_moe()
     check_tokenizer(model)
-    Toolbox(config.agent)
+    check_tools(config.agent)
     if not config.engine.urls:
         EngineServer(config.engine, model, log=config.run.folder / "logs" / "engine.log")  # refuses bad arguments
         if config.engine.port:
