@@ -49,25 +49,45 @@ class TasksConfig(Section):
     """Task ids to use; empty means all."""
     exclude: tuple[str, ...] = ()
     """Task ids to leave out."""
+    verified: Path | None = None
+    """File written by `agent-r3 tasks verify --out`; tasks that it does not call sound are left out."""
 
 
 class SandboxConfig(Section):
-    kind: Literal["docker"] = "docker"
-    """Backend that runs the agent's commands."""
+    kind: Literal["auto", "docker", "bwrap"] = "auto"
+    """Backend that runs the agent's commands; `auto` takes Docker where it answers, else bwrap."""
+    broker: str | None = None
+    """`unix:///PATH` or `http://HOST:PORT` of an `agent-r3 broker`, which then gives all sandboxes and grades."""
+    broker_token_file: Path | None = None
+    """File with the broker's token; null takes the variable AGENT_R3_BROKER_TOKEN."""
     memory: str = "1g"
-    """Memory limit of a container (swap is off)."""
+    """Memory limit of a sandbox (swap is off)."""
     cpus: float = Field(default=1.0, gt=0)
-    """CPU limit of a container."""
+    """CPU limit of a sandbox."""
     pids: int = Field(default=256, gt=0)
-    """Process limit of a container."""
+    """Process limit of a sandbox."""
     file_size: str = "1g"
     """Largest single file a process may write."""
+    disk: str = "10g"
+    """Most that a sandbox may write in all; one that is found above it is ended as an infrastructure failure."""
+    disk_floor: str = "2g"
+    """Free space below which unused pulled images are removed and, where that is not enough, no sandbox is started."""
+    watch_s: float = Field(default=30.0, gt=0)
+    """Seconds between looks at disk use and left-over sandboxes."""
+    network: bool = False
+    """Give a network to tasks that ask for one; otherwise such a task is refused. All others have none."""
+    pull: bool = True
+    """Pull images of a registry that are not here; otherwise a missing image is refused."""
+    pull_timeout_s: float = Field(default=1_800.0, gt=0)
+    """Wall time of one image pull."""
+    rootfs: Path | None = None
+    """Folder of unpacked images for bwrap (`agent-r3 tasks rootfs`); null takes the one in the cache."""
     warm: int = Field(default=0, ge=0)
-    """Containers of upcoming tasks kept started ahead of need, over all images."""
+    """Sandboxes of upcoming tasks kept started ahead of need, over all images."""
     max_starting: int = Field(default=4, gt=0)
-    """Containers that may be starting at the same time."""
+    """Sandboxes that may be starting at the same time."""
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """A container that has not answered by then is an infrastructure failure."""
+    """A sandbox that has not answered by then is an infrastructure failure."""
 
 
 class AgentConfig(Section):
@@ -92,6 +112,8 @@ class AgentConfig(Section):
     """Wall time of an episode."""
     command_timeout_s: float = Field(default=90.0, gt=0)
     """Wall time of one command of the agent."""
+    persistent_shell: bool = False
+    """Working directory, variables and functions of `execute_bash` stay from call to call; else every call is fresh."""
     max_bad_calls: int | None = Field(default=None, gt=0)
     """End the episode after this many turns without a valid call; null means never."""
     observation_chars: int = Field(default=10_000, gt=0)
@@ -165,6 +187,12 @@ class GradingConfig(Section):
     """Gradings at the same time in one worker."""
     reuse: bool = True
     """Equal patches of the same task are graded once in a run and share the grade."""
+    retries: int = Field(default=2, ge=0)
+    """Times a grading is tried again after an infrastructure failure."""
+    runs: int = Field(default=1, gt=0)
+    """Runs of the hidden tests for one grade; all must pass, and runs that disagree mark the grade flaky."""
+    max_patch_bytes: int = Field(default=4 << 20, gt=0)
+    """A larger patch earns 0."""
 
 
 class TrainConfig(Section):

@@ -49,6 +49,36 @@ class SandboxError(InfraError):
     kind = "sandbox"
 
 
+class SandboxDeadError(SandboxError):
+    """A sandbox that was running is gone: killed, out of memory, or its engine with it."""
+
+    kind = "sandbox_dead"
+
+
+class DaemonError(SandboxError):
+    """The Docker engine does not answer, or answers with an error of its own."""
+
+    kind = "docker"
+
+
+class DiskFullError(SandboxError):
+    """A sandbox outgrew its share of the disk, or the disk has fallen below its floor."""
+
+    kind = "disk"
+
+
+class ImagePullError(SandboxError):
+    """An image could not be pulled, after retries."""
+
+    kind = "image_pull"
+
+
+class BrokerError(SandboxError):
+    """The sandbox broker is gone or answered with an error."""
+
+    kind = "broker"
+
+
 class EngineError(InfraError):
     """The inference engine is gone, refused, or answered with an error."""
 

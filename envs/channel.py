@@ -1,11 +1,11 @@
-"""The host's end of a container's attached socket: requests to the runner in it, one at a time, and its answers."""
+"""The host's end of a sandbox's stream: requests to the runner in it, one at a time, and its answers."""
 
 import asyncio
 import contextlib
 import socket
 
 from agent_r3.envs import runner
-from agent_r3.errors import SandboxError
+from agent_r3.errors import SandboxDeadError, SandboxError
 
 _STDOUT = 1
 _MOST_FIELDS = 16
@@ -14,36 +14,49 @@ _LAST_WORDS = 2_000  # bytes of stderr kept for the error message
 
 
 class Channel:
-    """Speaks runner.py's protocol over Docker's multiplexed attach stream (8-byte header: stream, 3 zeros, size).
+    """Speaks runner.py's protocol with a runner's stdin and stdout.
 
-    A task reads the stream all the time, so a container that dies is noticed without asking it and its stream never
-    stands undrained.
+    A task reads the runner's stream all the time, so a sandbox that dies is noticed without asking it and its stream
+    never stands undrained.
     """
 
-    def __init__(self, what: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, what: str, writer: asyncio.StreamWriter) -> None:
+        """`what` names the sandbox in error messages. Use `over_attached` or `over_pipes`."""
         self._what = what
         self._writer = writer
         self._answers = asyncio.StreamReader()
+        self.protected = False  # nobody in the sandbox can answer in the runner's place
         self.silent = False  # it did not answer in time; the runner may hang and will not end by itself
         self._stderr = b""
         self._turn = asyncio.Lock()
         self._sent: asyncio.Task[object] | None = None  # the exchange whose answer is due
-        self._pump = asyncio.create_task(self._read(reader))
+        self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def over(cls, sock: socket.socket, what: str) -> "Channel":
-        """Take over a connected socket. `what` names the container in error messages."""
+    async def over_attached(cls, sock: socket.socket, what: str) -> "Channel":
+        """Take over the socket of a Docker attach, whose stream is multiplexed."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
-        return cls(what, reader, writer)
+        channel = cls(what, writer)
+        channel._pump = asyncio.create_task(channel._read_multiplexed(reader))
+        return channel
+
+    @classmethod
+    async def over_pipes(cls, sock: socket.socket, stderr: asyncio.StreamReader, what: str) -> "Channel":
+        """Take over a socket that is a process's stdin and stdout, and the stream of its stderr."""
+        sock.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        channel = cls(what, writer)
+        channel._pump = asyncio.create_task(channel._read_plain(reader, stderr))
+        return channel
 
     @property
     def alive(self) -> bool:
-        return not self._pump.done()
+        return self._pump is not None and not self._pump.done()
 
     async def ready(self, timeout_s: float) -> None:
         """Wait for the runner's greeting. Raises SandboxError."""
-        await self._answer(timeout_s)
+        self.protected = (await self._answer(timeout_s))[1:] == [b"1"]
 
     async def request(self, *fields: bytes, timeout_s: float) -> list[bytes]:
         """Send one request and return the answer's fields.
@@ -88,7 +101,7 @@ class Channel:
             raise SandboxError(f"{self._what}: no answer within {timeout_s:.0f} s") from exc
         except (asyncio.IncompleteReadError, OSError) as exc:
             words = self._stderr.decode(errors="replace").strip()
-            raise SandboxError(f"{self._what} has died{': ' + words if words else ''}") from exc
+            raise SandboxDeadError(f"{self._what} has died{': ' + words if words else ''}") from exc
 
     async def _number(self) -> int:
         return int.from_bytes(await self._answers.readexactly(4), "big")
@@ -99,7 +112,8 @@ class Channel:
             raise SandboxError(f"{self._what}: {size} bytes announced; something else wrote to the stream")
         return await self._answers.readexactly(size)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read_multiplexed(self, reader: asyncio.StreamReader) -> None:
+        """Docker's frames: an 8-byte header (stream, 3 zeros, size), then the bytes."""
         try:
             while True:
                 header = await reader.readexactly(8)
@@ -112,6 +126,22 @@ class Channel:
             pass
         finally:
             self._answers.feed_eof()
+
+    async def _read_plain(self, reader: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
+        words = asyncio.create_task(self._read_stderr(stderr))
+        try:
+            while data := await reader.read(1 << 20):
+                self._answers.feed_data(data)
+            await asyncio.wait([words], timeout=1.0)
+        except OSError:
+            pass
+        finally:
+            words.cancel()
+            self._answers.feed_eof()
+
+    async def _read_stderr(self, stderr: asyncio.StreamReader) -> None:
+        while data := await stderr.read(1 << 16):
+            self._stderr = (self._stderr + data)[-_LAST_WORDS:]
 
     def close(self) -> None:
         """Close the socket; the runner reads the end of its input and the container ends. Idempotent."""

@@ -5,10 +5,16 @@ library of any Python from 3.6 and nothing else, and imports little: start-up is
 
 A message is a list of byte fields: a 4-byte field count, then each field with its 4-byte length (`pack`). Requests:
 
-    run, command, cwd, timeout in ms, output cap -> done, head, tail, total bytes, exit code, why, microseconds
-    put, path, mode, data                        -> done
-    get, path, largest size                      -> done, data
-    stop                                         -> no answer of its own: ends the command that runs, if one does
+    run, command, cwd, timeout in ms, output cap, input, report cap
+        -> done, head, tail, total bytes, exit code, why, microseconds, report
+    put, path, mode, data    -> done
+    get, path, largest size  -> done, data
+    stop                     -> no answer of its own: ends the command that runs, if one does
+
+The greeting is `ready, 1`, or `ready, 0` where this process could not be closed to its children (see `protect`).
+
+A command's stdin holds `input` (which must fit a pipe's buffer) and ends there. With a report cap above 0 the command
+finds a pipe at descriptor 3; what is written there comes back as `report`, one byte above the cap when it was more.
 
 An OSError is answered as `oserror, errno, text`; a path without a regular file as `missing, text`. Whatever else goes
 wrong ends the process, and with it the container: the host takes that as an infrastructure failure.
@@ -24,6 +30,7 @@ import time
 # The C module: `signal` itself imports enum, which is a third of the start-up time.
 from _signal import SIG_DFL, SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, signal  # type: ignore[import-not-found]
 
+PR_SET_DUMPABLE = 4
 CHUNK = 1 << 16
 FLOOD = 256 << 20  # bytes of output after which a command is ended: nobody reads that much, `yes` never stops
 LONGEST_WAIT_S = 0.05
@@ -82,19 +89,58 @@ class Output:
         return bytes(self.head), bytes(self.tail[-self.half :])
 
 
-def spawn(command: bytes, cwd: bytes) -> "tuple[int, int]":
-    """Start bash in a session of its own; its stdout and stderr are one pipe. Returns (pid, read end)."""
+class Report:
+    """The first `cap` bytes of a report, and one more where there were more."""
+
+    def __init__(self, cap: int) -> None:
+        self.most = cap + 1
+        self.data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.data += data[: self.most - len(self.data)]
+
+
+def protect(closed: bool) -> bool:
+    """Close this process to, or open it again for, ptrace and /proc/PID/{mem,fd} of processes of the same user.
+
+    Whoever could write there could answer in our place. False where the image's Python cannot call prctl.
+    """
+    try:
+        import _ctypes  # its parent, ctypes, would be a third of the start-up time
+
+        prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
+        return bool(_ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0 if closed else 1, 0, 0, 0)) == 0)
+    except (ImportError, AttributeError, OSError):
+        return False
+
+
+def spawn(command: bytes, cwd: bytes, stdin: bytes, reports: bool) -> "tuple[int, int, int]":
+    """Start bash in a session of its own; its stdout and stderr are one pipe.
+
+    Returns (pid, read end, read end of the report or -1).
+    """
+    in_read, in_write = os.pipe()
+    os.write(in_write, stdin)
+    os.close(in_write)
     read_end, write_end = os.pipe()
+    report_read, report_write = os.pipe() if reports else (-1, -1)
     pid = os.fork()
     if pid:
-        os.close(write_end)
-        return pid, read_end
+        for fd in (in_read, write_end, report_write):
+            if fd >= 0:
+                os.close(fd)
+        return pid, read_end, report_read
     status = 126
     try:
+        protect(False)  # or /proc/self belongs to root, whoever we are
         os.setsid()
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(in_read, 0)
         os.dup2(write_end, 1)
         os.dup2(write_end, 2)
+        if reports and report_write == 3:
+            os.set_inheritable(3, True)
+        elif reports:
+            os.dup2(report_write, 3)
         for number in (SIGPIPE, SIGXFSZ):  # Python ignores these, and an ignored signal is inherited
             signal(number, SIG_DFL)
         # Under memory pressure the kernel should take the command, not PID 1 and the container with it.
@@ -141,10 +187,10 @@ def end_all(pid: int, status: "int | None") -> int:
             status = found
 
 
-def watch(pid: int, pipe: int, output: Output, deadline: float) -> "tuple[int | None, bytes]":
-    """Read the pipe until `pid` has ended. Returns its wait status, or None, and why it has to be ended."""
+def watch(pid: int, sinks: "dict[int, Output | Report]", output: Output, deadline: float) -> "tuple[int | None, bytes]":
+    """Read the pipes until `pid` has ended. Returns its wait status, or None, and why it has to be ended."""
     wait = 0.0005
-    waiting_on = [0, pipe]
+    waiting_on = [0, *sinks]
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -152,14 +198,14 @@ def watch(pid: int, pipe: int, output: Output, deadline: float) -> "tuple[int | 
         if output.total > FLOOD:
             return None, b"flood"
         ready = select.select(waiting_on, [], [], min(wait, left))[0]
-        if pipe in ready:
-            data = os.read(pipe, CHUNK)
-            output.add(data)
-            if not data:
-                waiting_on = [0]
-            wait = 0.0005
-        else:
-            wait = min(2 * wait, LONGEST_WAIT_S)
+        wait = min(2 * wait, LONGEST_WAIT_S)
+        for fd in ready:
+            if fd:
+                data = os.read(fd, CHUNK)
+                sinks[fd].add(data)
+                if not data:
+                    waiting_on.remove(fd)
+                wait = 0.0005
         if 0 in ready and read_message() == [b"stop"]:
             return None, b"stopped"
         status = reap(pid)
@@ -167,22 +213,31 @@ def watch(pid: int, pipe: int, output: Output, deadline: float) -> "tuple[int | 
             return status, b""
 
 
-def run(command: bytes, cwd: bytes, timeout_ms: bytes, cap: bytes) -> None:
-    began = time.monotonic()
-    output = Output(int(cap))
-    pid, pipe = spawn(command, cwd)
-    status, why = watch(pid, pipe, output, began + int(timeout_ms) / 1000)
-    status = end_all(pid, status)
-    while True:  # nobody is left to write, so this ends
-        data = os.read(pipe, CHUNK)
+def drain(fd: int, sink: "Output | Report") -> None:
+    """Read what is left in a pipe that nobody writes to any more."""
+    while True:
+        data = os.read(fd, CHUNK)
         if not data:
             break
-        output.add(data)
-    os.close(pipe)
+        sink.add(data)
+    os.close(fd)
+
+
+def run(command: bytes, cwd: bytes, timeout_ms: bytes, cap: bytes, stdin: bytes, report_cap: bytes) -> None:
+    began = time.monotonic()
+    output, report = Output(int(cap)), Report(int(report_cap))
+    pid, pipe, report_pipe = spawn(command, cwd, stdin, int(report_cap) > 0)
+    sinks = {pipe: output}  # type: dict[int, Output | Report]
+    if report_pipe >= 0:
+        sinks[report_pipe] = report
+    status, why = watch(pid, sinks, output, began + int(timeout_ms) / 1000)
+    status = end_all(pid, status)
+    for fd, sink in sinks.items():
+        drain(fd, sink)
     code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     head, tail = output.ends()
     elapsed = int((time.monotonic() - began) * 1e6)
-    send(b"done", head, tail, b"%d" % output.total, b"%d" % code, why, b"%d" % elapsed)
+    send(b"done", head, tail, b"%d" % output.total, b"%d" % code, why, b"%d" % elapsed, bytes(report.data))
 
 
 def is_regular(fd: int) -> bool:
@@ -244,7 +299,7 @@ def main() -> None:
         raise SystemExit("runner: not PID 1, and its kill(-1) would reach processes that are not its own")
     signal(SIGINT, SIG_DFL)  # PID 1 then ignores it; Python's own handler would raise KeyboardInterrupt here
     name_localhost()
-    send(b"ready")
+    send(b"ready", b"%d" % protect(True))
     while True:
         operation, *fields = read_message()
         try:

@@ -6,7 +6,7 @@ Backends raise SandboxError for whatever is the infrastructure's fault; a comman
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent_r3.types import Task
+from agent_r3.types import Grade, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,14 @@ class ExecResult:
     timed_out: bool
     truncated: bool
     seconds: float
+    report: bytes = b""  # what was written to descriptor 3
 
     @property
     def text(self) -> str:
         return self.output.decode("utf-8", errors="replace")
+
+
+MAX_STDIN = 60_000  # bytes: fits a pipe's buffer, so that nobody has to feed it
 
 
 class FileMissingError(Exception):
@@ -34,10 +38,28 @@ class Sandbox(Protocol):
 
     id: str
 
+    @property
+    def protected(self) -> bool:
+        """Whether no process inside can answer in the runner's place; False in images without a usable Python."""
+        ...
+
     async def exec(
-        self, command: str, *, timeout_s: float, cwd: str | None = None, max_output_bytes: int = 1 << 20
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        max_output_bytes: int = 1 << 20,
+        persistent: bool = False,
+        stdin: bytes = b"",
+        max_report_bytes: int = 0,
     ) -> ExecResult:
-        """Run `command` in a fresh bash, by default in the workdir. At the deadline all its descendants are killed."""
+        """Run `command` in a fresh bash, by default in the workdir. At the deadline all its descendants are killed.
+
+        `persistent`: start from the directory, variables and functions that the last persistent command left
+        (`cwd` is for the first one). `stdin`: at most MAX_STDIN bytes. With `max_report_bytes` the command has a pipe
+        at descriptor 3, which nobody but its own processes can write; a longer report raises SandboxError.
+        """
         ...
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -58,7 +80,7 @@ class Sandbox(Protocol):
 
 
 class SandboxProvider(Protocol):
-    """Hands out fresh containers. In one process it is the Docker pool; behind the broker it is a client."""
+    """Hands out fresh sandboxes. In one process it is the pool; behind the broker it is a client."""
 
     async def prefetch(self, tasks: list[Task]) -> None:
         """Say which tasks come next, in order, so that their containers can be started ahead of need."""
@@ -74,4 +96,12 @@ class SandboxProvider(Protocol):
 
     async def close(self) -> None:
         """Remove every container of this provider."""
+        ...
+
+
+class Grading(Protocol):
+    """Turns patches into rewards. In one process it is `Grader`; behind the broker it is a client."""
+
+    async def grade(self, task: Task, patch: bytes) -> Grade:
+        """The hidden tests' verdict on `patch`, from a fresh sandbox. Raises GradingError for a failure of ours."""
         ...

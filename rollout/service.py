@@ -6,8 +6,8 @@ from pathlib import Path
 import structlog
 
 from agent_r3.config import Config
+from agent_r3.envs.backend import open_backend
 from agent_r3.envs.datasets import load_tasks
-from agent_r3.envs.pool import DockerPool
 from agent_r3.errors import ConfigError
 from agent_r3.hfconfig import read_model
 from agent_r3.process import until_signalled
@@ -38,9 +38,10 @@ async def run_worker(config: Config, name: str) -> None:
             )
         )
         await fleet.check()
-        pool = DockerPool(config.sandbox, run=config.run.name, owner=name)
-        stack.push_async_callback(pool.close)
-        worker = RolloutWorker(name, config, tasks, renderer, fleet, pool, store)
+        provider, grader = await stack.enter_async_context(
+            open_backend(config.sandbox, config.grading, run=config.run.name, owner=name)
+        )
+        worker = RolloutWorker(name, config, tasks, renderer, fleet, provider, grader, store)
         log.info("worker started", name=name, tasks=len(tasks))
         await until_signalled(worker.run())
     log.info("worker stopped", name=name)

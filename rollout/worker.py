@@ -16,8 +16,7 @@ import structlog
 
 from agent_r3.archive import write_episode
 from agent_r3.config import Config
-from agent_r3.envs.grading import Grader
-from agent_r3.envs.sandbox import Sandbox, SandboxProvider
+from agent_r3.envs.sandbox import Grading, Sandbox, SandboxProvider
 from agent_r3.errors import EngineError, InfraError
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.episode import Agent, Episode, run_episode
@@ -72,6 +71,7 @@ class RolloutWorker:
         renderer: ChatRenderer,
         fleet: EngineFleet,
         provider: SandboxProvider,
+        grader: Grading,
         store: TrajectoryWriter,
     ) -> None:
         self._name = name
@@ -81,7 +81,7 @@ class RolloutWorker:
         self._fleet = fleet
         self._provider = provider
         self._store = store
-        self._grader = Grader(provider, config.grading)
+        self._grader = grader
         self._samples = config.rollout.samples_per_task
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ from agent_r3.envs.commits import file_diff, patch_of
 from agent_r3.envs.grading import Grader, objection
 from agent_r3.envs.hidden_tests import PytestRun
 from agent_r3.envs.images import require_images
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.sandbox import Sandbox, SandboxProvider
 from agent_r3.errors import DataError, GradingError
 from agent_r3.types import Task
@@ -37,7 +37,7 @@ _os._exit(0)
 class Counting(SandboxProvider):
     """The pool, counting what it hands out; `use` may do something to a container once it is there."""
 
-    def __init__(self, pool: DockerPool, use: Callable[[Sandbox], Awaitable[None]] | None = None) -> None:
+    def __init__(self, pool: SandboxPool, use: Callable[[Sandbox], Awaitable[None]] | None = None) -> None:
         self.handed_out: list[str] = []
         self._pool = pool
         self._use = use
@@ -60,7 +60,7 @@ class Counting(SandboxProvider):
         await self._pool.close()
 
 
-async def _source(pool: DockerPool, task: Task, name: str) -> str:
+async def _source(pool: SandboxPool, task: Task, name: str) -> str:
     sandbox = await pool.acquire_for_grading(task)
     try:
         return (await sandbox.get(f"{task.workdir}/{name}")).decode()
@@ -68,7 +68,7 @@ async def _source(pool: DockerPool, task: Task, name: str) -> str:
         await sandbox.close()
 
 
-async def _prepend(pool: DockerPool, task: Task, name: str, code: str) -> bytes:
+async def _prepend(pool: SandboxPool, task: Task, name: str, code: str) -> bytes:
     """A patch that puts `code` at the top of a file of the repository."""
     text = await _source(pool, task, name)
     return patch_of([file_diff(name, text, code + text)]).encode()
@@ -80,7 +80,7 @@ def _names(task: Task) -> list[str]:
 
 @pytest.mark.parametrize("task_id", [PATHSPEC, MISTUNE])
 async def test_doing_nothing_earns_0_and_the_gold_patch_1(
-    built_tasks: Mapping[str, Task], pool: DockerPool, task_id: str
+    built_tasks: Mapping[str, Task], pool: SandboxPool, task_id: str
 ) -> None:
     task = built_tasks[task_id]
     grader = Grader(pool, GradingConfig())
@@ -90,7 +90,7 @@ async def test_doing_nothing_earns_0_and_the_gold_patch_1(
     assert gold.reason == f"all {len(task.expected)} as expected" and gold.statuses == task.expected
 
 
-async def test_a_patch_that_does_not_apply_earns_0_and_says_so(pool: DockerPool, pathspec_task: Task) -> None:
+async def test_a_patch_that_does_not_apply_earns_0_and_says_so(pool: SandboxPool, pathspec_task: Task) -> None:
     patch = pathspec_task.gold_patch.replace("match_file", "march_file").encode()
     assert patch != pathspec_task.gold_patch.encode()
     grade = await Grader(pool, GradingConfig()).grade(pathspec_task, patch)
@@ -98,7 +98,7 @@ async def test_a_patch_that_does_not_apply_earns_0_and_says_so(pool: DockerPool,
     assert "the patch does not apply: error: patch failed: pathspec/pathspec.py" in grade.reason
 
 
-async def test_changes_to_the_place_of_the_hidden_tests_are_ignored(pool: DockerPool, pathspec_task: Task) -> None:
+async def test_changes_to_the_place_of_the_hidden_tests_are_ignored(pool: SandboxPool, pathspec_task: Task) -> None:
     forged = patch_of(
         [
             file_diff("r2e_tests/conftest.py", None, "collect_ignore_glob = ['*']\n"),
@@ -115,7 +115,7 @@ async def test_changes_to_the_place_of_the_hidden_tests_are_ignored(pool: Docker
     assert alone.statuses.keys() == pathspec_task.expected.keys()
 
 
-async def test_a_link_in_the_place_of_the_hidden_tests_is_not_followed(pool: DockerPool, pathspec_task: Task) -> None:
+async def test_a_link_in_the_place_of_the_hidden_tests_is_not_followed(pool: SandboxPool, pathspec_task: Task) -> None:
     link = (
         "diff --git a/r2e_tests b/r2e_tests\nnew file mode 120000\n--- /dev/null\n+++ b/r2e_tests\n@@ -0,0 +1 @@\n+x\n"
     )
@@ -125,7 +125,7 @@ async def test_a_link_in_the_place_of_the_hidden_tests_is_not_followed(pool: Doc
     assert grade.reward == 1.0
 
 
-async def test_a_forged_summary_with_exit_status_0_earns_0(pool: DockerPool, pathspec_task: Task) -> None:
+async def test_a_forged_summary_with_exit_status_0_earns_0(pool: SandboxPool, pathspec_task: Task) -> None:
     code = _FORGE.format(names=_names(pathspec_task), count=len(pathspec_task.expected))
     grade = await Grader(pool, GradingConfig()).grade(
         pathspec_task, await _prepend(pool, pathspec_task, "pathspec/pathspec.py", code)
@@ -135,20 +135,20 @@ async def test_a_forged_summary_with_exit_status_0_earns_0(pool: DockerPool, pat
     assert (grade.reward, grade.reason) == (0.0, "pytest wrote no report: its process was ended early")
 
 
-async def test_leaving_with_status_0_at_import_earns_0(pool: DockerPool, mistune_task: Task) -> None:
+async def test_leaving_with_status_0_at_import_earns_0(pool: SandboxPool, mistune_task: Task) -> None:
     patch = await _prepend(pool, mistune_task, "src/mistune/toc.py", "import os\nos._exit(0)\n")
     grade = await Grader(pool, GradingConfig()).grade(mistune_task, patch)
     assert grade.reward == 0.0 and "missing instead of PASSED" in grade.reason
 
 
-async def test_tests_that_run_out_of_time_earn_0_with_the_reason(pool: DockerPool, mistune_task: Task) -> None:
+async def test_tests_that_run_out_of_time_earn_0_with_the_reason(pool: SandboxPool, mistune_task: Task) -> None:
     patch = await _prepend(pool, mistune_task, "src/mistune/toc.py", "import time\ntime.sleep(600)\n")
     grade = await Grader(pool, GradingConfig(timeout_s=2)).grade(mistune_task, patch)
     assert (grade.reward, grade.reason) == (0.0, "exit status 124: timed out after 2 s")
 
 
 async def test_equal_patches_of_a_task_are_graded_once_also_at_the_same_time(
-    pool: DockerPool, mistune_task: Task
+    pool: SandboxPool, mistune_task: Task
 ) -> None:
     provider = Counting(pool)
     grader = Grader(provider, GradingConfig(concurrency=4))
@@ -162,7 +162,7 @@ async def test_equal_patches_of_a_task_are_graded_once_also_at_the_same_time(
     assert sorted(grade.cached for grade in together) == [False, False, True, True, True] and later.cached
 
 
-async def test_without_reuse_every_patch_is_graded_anew(pool: DockerPool, mistune_task: Task) -> None:
+async def test_without_reuse_every_patch_is_graded_anew(pool: SandboxPool, mistune_task: Task) -> None:
     provider = Counting(pool)
     grader = Grader(provider, GradingConfig(reuse=False))
     grades = await asyncio.gather(*(grader.grade(mistune_task, b"") for _ in range(2)))
@@ -170,7 +170,7 @@ async def test_without_reuse_every_patch_is_graded_anew(pool: DockerPool, mistun
 
 
 async def test_a_killed_container_is_an_infrastructure_failure_and_is_graded_anew(
-    pool: DockerPool, docker_engine: docker.APIClient, mistune_task: Task
+    pool: SandboxPool, docker_engine: docker.APIClient, mistune_task: Task
 ) -> None:
     kills = 1
 
@@ -190,7 +190,9 @@ async def test_a_killed_container_is_an_infrastructure_failure_and_is_graded_ane
     assert not isinstance(second, BaseException) and second.reward == 1.0 and not second.cached
 
 
-async def test_a_cancelled_grading_neither_blocks_nor_spoils_the_next_one(pool: DockerPool, mistune_task: Task) -> None:
+async def test_a_cancelled_grading_neither_blocks_nor_spoils_the_next_one(
+    pool: SandboxPool, mistune_task: Task
+) -> None:
     started = asyncio.Event()
 
     async def tell(sandbox: Sandbox) -> None:
@@ -206,7 +208,7 @@ async def test_a_cancelled_grading_neither_blocks_nor_spoils_the_next_one(pool: 
     assert (grade.reward, grade.cached) == (0.0, False) and grade.statuses
 
 
-async def test_an_image_that_is_not_built_is_told_in_one_line(pool: DockerPool, mistune_task: Task) -> None:
+async def test_an_image_that_is_not_built_is_told_in_one_line(pool: SandboxPool, mistune_task: Task) -> None:
     missing = dataclasses.replace(mistune_task, image="agent-r3/task:never-built")
     with pytest.raises(
         DataError, match=r"agent-r3/task:never-built of task mistune__3.1.1 .*agent-r3 tasks build"
@@ -218,7 +220,7 @@ async def test_an_image_that_is_not_built_is_told_in_one_line(pool: DockerPool, 
 
 
 async def test_the_agents_container_holds_neither_hidden_tests_nor_the_fix_nor_more_than_one_commit(
-    pool: DockerPool, pathspec_task: Task
+    pool: SandboxPool, pathspec_task: Task
 ) -> None:
     only_in_hidden_tests = "test_01_match_file_3_unmatch"
     assert pathspec_task.hidden_tests_dir is not None
@@ -239,7 +241,7 @@ async def test_the_agents_container_holds_neither_hidden_tests_nor_the_fix_nor_m
     assert inside.text == "0\n"
 
 
-async def test_the_images_hold_nothing_of_this_hosts_homes_and_accounts(pool: DockerPool, pathspec_task: Task) -> None:
+async def test_the_images_hold_nothing_of_this_hosts_homes_and_accounts(pool: SandboxPool, pathspec_task: Task) -> None:
     sandbox = await pool.acquire_for_grading(pathspec_task)
     listing = await sandbox.exec(
         "ls -A /root /home /etc/shadow 2>/dev/null; cut -d: -f6 /etc/passwd | grep ^/home/", timeout_s=30

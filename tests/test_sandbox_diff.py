@@ -2,8 +2,8 @@
 
 import pytest
 
-from agent_r3.envs.container import DockerSandbox
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
+from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.types import Task
 
 pytestmark = pytest.mark.docker
@@ -12,13 +12,13 @@ FILES = "find . -path ./.git -prune -o ! -type d -print0 | sort -z | xargs -0 ls
 CONTENT = "find . -path ./.git -prune -o -type f -print0 | sort -z | xargs -0 sha256sum"
 
 
-async def run(sandbox: DockerSandbox, command: str) -> bytes:
+async def run(sandbox: RunnerSandbox, command: str) -> bytes:
     result = await sandbox.exec(command, timeout_s=60)
     assert result.exit_code == 0, result.text
     return result.output
 
 
-async def assert_applies(pool: DockerPool, task: Task, changed: DockerSandbox, patch: bytes) -> None:
+async def assert_applies(pool: SandboxPool, task: Task, changed: RunnerSandbox, patch: bytes) -> None:
     """`git apply` turns a fresh container's tree into the changed one: same files, modes, links and bytes."""
     fresh = await pool.acquire(task)
     await fresh.put("/tmp/agent.patch", patch)
@@ -27,28 +27,28 @@ async def assert_applies(pool: DockerPool, task: Task, changed: DockerSandbox, p
         assert await run(fresh, look) == await run(changed, look)
 
 
-async def test_the_agent_finds_no_hidden_tests(sandbox: DockerSandbox) -> None:
+async def test_the_agent_finds_no_hidden_tests(sandbox: RunnerSandbox) -> None:
     left = await run(sandbox, "ls -d /r2e_tests r2e_tests run_tests.sh pkg/__pycache__ 2>/dev/null | wc -l")
     assert left == b"0\n"
 
 
-async def test_grading_finds_the_image_as_it_is(pool: DockerPool, sandbox_task: Task) -> None:
+async def test_grading_finds_the_image_as_it_is(pool: SandboxPool, sandbox_task: Task) -> None:
     sandbox = await pool.acquire_for_grading(sandbox_task)
     assert await run(sandbox, "ls -d /r2e_tests r2e_tests run_tests.sh | wc -l") == b"3\n"
     with pytest.raises(RuntimeError, match="not set up for an agent"):
         await sandbox.diff()
 
 
-async def test_an_untouched_repository_has_an_empty_diff(sandbox: DockerSandbox) -> None:
+async def test_an_untouched_repository_has_an_empty_diff(sandbox: RunnerSandbox) -> None:
     """Though the image has a deleted and an untracked file and CRLF where git stores LF."""
     assert await sandbox.diff() == b""
 
 
-async def test_the_agent_can_use_git(sandbox: DockerSandbox) -> None:
+async def test_the_agent_can_use_git(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "echo changed >>plain.py && git diff --stat && git commit -qam mine && git log -1 --format=%an")
 
 
-async def test_diff_carries_every_kind_of_change(pool: DockerPool, sandbox: DockerSandbox, sandbox_task: Task) -> None:
+async def test_diff_carries_every_kind_of_change(pool: SandboxPool, sandbox: RunnerSandbox, sandbox_task: Task) -> None:
     await sandbox.put("/testbed/new/bytes.bin", bytes(range(256)) * 100)
     await sandbox.put("/testbed/new/no_end.py", b"no newline")
     await sandbox.put("/testbed/new/crlf.txt", b"a\r\nb\r\n")
@@ -69,7 +69,7 @@ async def test_diff_carries_every_kind_of_change(pool: DockerPool, sandbox: Dock
 
 
 async def test_commits_of_the_agent_are_part_of_its_change(
-    pool: DockerPool, sandbox: DockerSandbox, sandbox_task: Task
+    pool: SandboxPool, sandbox: RunnerSandbox, sandbox_task: Task
 ) -> None:
     await run(
         sandbox,
@@ -79,14 +79,14 @@ async def test_commits_of_the_agent_are_part_of_its_change(
     await assert_applies(pool, sandbox_task, sandbox, await sandbox.diff())
 
 
-async def test_diff_leaves_the_agents_index_alone(sandbox: DockerSandbox) -> None:
+async def test_diff_leaves_the_agents_index_alone(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "echo a >a.py; echo b >b.py; git add a.py")
     before = await run(sandbox, "git status --porcelain; sha256sum .git/index; find .git | sort")
     assert b"b.py" in await sandbox.diff()
     assert await run(sandbox, "git status --porcelain; sha256sum .git/index; find .git | sort") == before
 
 
-async def test_diff_again_shows_the_state_of_then(sandbox: DockerSandbox) -> None:
+async def test_diff_again_shows_the_state_of_then(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "echo a >a.py")
     assert b"a.py" in await sandbox.diff()
     await run(sandbox, "rm a.py; echo b >b.py")
@@ -95,7 +95,7 @@ async def test_diff_again_shows_the_state_of_then(sandbox: DockerSandbox) -> Non
 
 
 async def test_no_configuration_of_the_repository_takes_part(
-    pool: DockerPool, sandbox: DockerSandbox, sandbox_task: Task
+    pool: SandboxPool, sandbox: RunnerSandbox, sandbox_task: Task
 ) -> None:
     await run(
         sandbox,
@@ -112,7 +112,7 @@ async def test_no_configuration_of_the_repository_takes_part(
     await assert_applies(pool, sandbox_task, sandbox, patch)
 
 
-async def test_build_leftovers_and_huge_files_are_not_part_of_the_change(sandbox: DockerSandbox) -> None:
+async def test_build_leftovers_and_huge_files_are_not_part_of_the_change(sandbox: RunnerSandbox) -> None:
     await run(
         sandbox,
         "mkdir -p .venv/lib pkg/__pycache__ .pytest_cache r2e_tests; touch .venv/lib/x pkg/__pycache__/mod.pyc "
@@ -122,12 +122,12 @@ async def test_build_leftovers_and_huge_files_are_not_part_of_the_change(sandbox
     assert patch.count(b"diff --git") == 1 and b"b/kept.py" in patch
 
 
-async def test_what_the_agent_makes_unreadable_does_not_stop_the_rest(sandbox: DockerSandbox) -> None:
+async def test_what_the_agent_makes_unreadable_does_not_stop_the_rest(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "echo x >secret.py; chmod 000 secret.py; mkfifo pipe; git init -q nested; echo kept >kept.py")
     assert b"b/kept.py" in await sandbox.diff()
 
 
-async def test_an_agent_that_destroys_its_container_has_an_empty_change(sandbox: DockerSandbox) -> None:
+async def test_an_agent_that_destroys_its_container_has_an_empty_change(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "echo changed >>plain.py; rm -f $(command -v git)")
     assert await sandbox.diff() == b""
     await sandbox.exec("rm -rf --no-preserve-root /", timeout_s=60)
@@ -135,7 +135,7 @@ async def test_an_agent_that_destroys_its_container_has_an_empty_change(sandbox:
     assert (await sandbox.exec("true", timeout_s=20)).exit_code == 127
 
 
-async def test_a_folder_without_git_has_a_change_too(sandbox: DockerSandbox) -> None:
+async def test_a_folder_without_git_has_a_change_too(sandbox: RunnerSandbox) -> None:
     await run(sandbox, "rm -rf .git")
     await sandbox.set_up()
     await run(sandbox, "echo changed >>plain.py")

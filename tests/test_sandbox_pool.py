@@ -13,8 +13,9 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig
+from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import docker_problem, reap, require_docker
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import SandboxError, UserError
 from agent_r3.types import Task
 from tests.support.docker import containers_of, make_task
@@ -26,11 +27,12 @@ ENGINE = Path(__file__).parents[1] / "docker" / "engine.sh"
 WORKER = """
 import asyncio, sys
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.backend import open_pool
+from agent_r3.envs.pool import SandboxPool
 from tests.support.docker import make_task
 
 async def main():
-    pool = DockerPool(SandboxConfig(), run=sys.argv[1])
+    pool = open_pool(SandboxConfig(), run=sys.argv[1])
     sandbox = await pool.acquire(make_task(sys.argv[2]))
     print("up", flush=True)
     await sandbox.exec("trap '' TERM; sleep 1000", timeout_s=1000)
@@ -53,7 +55,7 @@ def running(api: docker.APIClient, run: str) -> int:
 async def test_upcoming_containers_are_started_ahead_and_handed_out(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
-    async with DockerPool(SandboxConfig(warm=3), run=run_name) as pool:
+    async with open_pool(SandboxConfig(warm=3), run=run_name) as pool:
         await pool.prefetch([sandbox_task] * 5)
         await until("3 warm", lambda: running(docker_engine, run_name) == 3)
         first = {(await pool.acquire(sandbox_task)).id for _ in range(3)}
@@ -67,7 +69,7 @@ async def test_upcoming_containers_are_started_ahead_and_handed_out(
 async def test_a_warm_container_that_died_is_replaced(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
-    async with DockerPool(SandboxConfig(warm=1), run=run_name) as pool:
+    async with open_pool(SandboxConfig(warm=1), run=run_name) as pool:
         await pool.prefetch([sandbox_task])
         await until("1 warm", lambda: running(docker_engine, run_name) == 1)
         [dead] = containers_of(docker_engine, run_name)
@@ -81,7 +83,7 @@ async def test_containers_of_an_older_plan_wait_a_while_and_then_make_room(
     run_name: str, sandbox_task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_task(sandbox_task.image, name="other", workdir="/testbed/pkg")
-    async with DockerPool(SandboxConfig(warm=1), run=run_name) as pool:
+    async with open_pool(SandboxConfig(warm=1), run=run_name) as pool:
         await pool.prefetch([sandbox_task])
         await pool.prefetch([other])
         waiting = await pool.acquire(sandbox_task)
@@ -96,7 +98,7 @@ async def test_containers_of_an_older_plan_wait_a_while_and_then_make_room(
 
 
 async def test_starts_are_bounded(run_name: str, sandbox_task: Task, docker_engine: docker.APIClient) -> None:
-    async with DockerPool(SandboxConfig(max_starting=2), run=run_name) as pool:
+    async with open_pool(SandboxConfig(max_starting=2), run=run_name) as pool:
         made = asyncio.gather(*(pool.acquire_for_grading(sandbox_task) for _ in range(8)))
         most = 0
         while not made.done():
@@ -109,7 +111,7 @@ async def test_starts_are_bounded(run_name: str, sandbox_task: Task, docker_engi
 async def test_a_cancelled_acquire_leaves_nothing(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
-    async with DockerPool(SandboxConfig(max_starting=1), run=run_name) as pool:
+    async with open_pool(SandboxConfig(max_starting=1), run=run_name) as pool:
         for wait in (0.0, 0.05, 0.3):
             asking = [asyncio.create_task(pool.acquire(sandbox_task)) for _ in range(2)]
             await asyncio.sleep(wait)
@@ -123,7 +125,7 @@ async def test_a_cancelled_acquire_leaves_nothing(
 async def test_close_removes_everything_twice_and_when_cancelled(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
-    pool = DockerPool(SandboxConfig(warm=2), run=run_name)
+    pool = open_pool(SandboxConfig(warm=2), run=run_name)
     await pool.prefetch([sandbox_task] * 4)
     sandbox = await pool.acquire(sandbox_task)
     starting = asyncio.create_task(pool.acquire(sandbox_task))
@@ -147,9 +149,9 @@ async def test_close_removes_everything_twice_and_when_cancelled(
 async def test_two_pools_do_not_touch_each_other(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
-    async with DockerPool(SandboxConfig(), run=run_name, owner="a") as first:
+    async with open_pool(SandboxConfig(), run=run_name, owner="a") as first:
         kept = await first.acquire(sandbox_task)
-        async with DockerPool(SandboxConfig(), run=run_name, owner="b") as second:
+        async with open_pool(SandboxConfig(), run=run_name, owner="b") as second:
             await second.acquire(sandbox_task)
             assert reap(run_name) == 0  # both owners live
         assert len(containers_of(docker_engine, run_name)) == 1
@@ -185,7 +187,7 @@ def test_reap_removes_what_has_no_living_owner_or_is_overdue(
     docker_engine.remove_container(left)
 
 
-async def test_descriptors_do_not_pile_up(pool: DockerPool, sandbox_task: Task) -> None:
+async def test_descriptors_do_not_pile_up(pool: SandboxPool, sandbox_task: Task) -> None:
     def count() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -203,14 +205,14 @@ async def test_descriptors_do_not_pile_up(pool: DockerPool, sandbox_task: Task) 
 
 
 async def test_sixteen_at_once(run_name: str, sandbox_task: Task) -> None:
-    async def episode(pool: DockerPool, number: int) -> bytes:
+    async def episode(pool: SandboxPool, number: int) -> bytes:
         sandbox = await pool.acquire(sandbox_task)
         for _ in range(3):
             result = await sandbox.exec(f"echo {number} >>mine; cat mine", timeout_s=60)
         await sandbox.close()
         return result.output
 
-    async with DockerPool(SandboxConfig(), run=run_name) as pool:
+    async with open_pool(SandboxConfig(), run=run_name) as pool:
         outputs = await asyncio.gather(*(episode(pool, number) for number in range(16)))
     assert outputs == [f"{number}\n".encode() * 3 for number in range(16)]
 
@@ -222,7 +224,7 @@ def test_without_an_engine_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="no Docker engine"):
         require_docker()
     with pytest.raises(UserError, match="no Docker engine"):
-        DockerPool(SandboxConfig())
+        open_pool(SandboxConfig())
     assert reap(None) == 0
     monkeypatch.setenv("DOCKER_HOST", "https://127.0.0.1:1")
     assert "\n" not in (docker_problem() or "\n")

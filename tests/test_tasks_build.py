@@ -15,7 +15,7 @@ from agent_r3.envs.cache import cache_dir
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.images import ImageBuilder
 from agent_r3.envs.offline import OfflineTask, offline_spec_path, read_spec
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.sdists import fetch_sdist, unpack
 from agent_r3.errors import DataError, UserError
 from agent_r3.types import Task
@@ -82,7 +82,7 @@ def test_an_archive_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.docker
 async def test_a_second_build_builds_nothing_and_gives_the_same_rows(
-    built_tasks: Mapping[str, Task], docker_engine: docker.APIClient, pool: DockerPool
+    built_tasks: Mapping[str, Task], docker_engine: docker.APIClient, pool: SandboxPool
 ) -> None:
     before = {image["Id"] for image in docker_engine.images(name="agent-r3/*")}
     stages: list[tuple[str, str]] = []
@@ -120,7 +120,7 @@ def test_built_rows_are_r2e_rows_with_the_facts_of_the_task_file(built_tasks: Ma
     ],
 )
 async def test_a_task_that_is_not_as_its_file_says_fails_the_build_and_is_not_kept(
-    tmp_path: Path, built_tasks: Mapping[str, Task], pool: DockerPool, changes: dict[str, object], message: str
+    tmp_path: Path, built_tasks: Mapping[str, Task], pool: SandboxPool, changes: dict[str, object], message: str
 ) -> None:
     spec = _spec(tmp_path, MISTUNE, **changes)
     with pytest.raises(DataError, match=message):
@@ -132,14 +132,14 @@ async def test_a_task_that_is_not_as_its_file_says_fails_the_build_and_is_not_ke
     assert task.image == built_tasks[PATHSPEC].image
 
 
-async def test_an_unknown_task_is_refused_before_anything_is_built(pool: DockerPool) -> None:
+async def test_an_unknown_task_is_refused_before_anything_is_built(pool: SandboxPool) -> None:
     with pytest.raises(DataError, match="has no task pathspec__0; it has humanize__4"):
         await build_tasks(offline_spec_path("offline"), ("pathspec__0",), ImageBuilder(), pool, lambda *_: None)
 
 
 @pytest.mark.docker
 async def test_a_base_image_that_is_not_there_fails_the_build_with_the_engines_words(
-    built_tasks: Mapping[str, Task], pool: DockerPool
+    built_tasks: Mapping[str, Task], pool: SandboxPool
 ) -> None:
     builder = ImageBuilder("agent-r3-test/never-built:1")
     with pytest.raises(UserError, match=r"build agent-r3/env:\w+"):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from agent_r3.config import GradingConfig, SandboxConfig, TasksConfig, load_config
+from agent_r3.envs.backend import open_pool
 from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.grading import Grader
 from agent_r3.envs.images import ImageBuilder
 from agent_r3.envs.offline import offline_spec_path
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import DataError
 from agent_r3.hfconfig import read_model
 from agent_r3.rollout.tokens import ChatRenderer
@@ -35,7 +36,7 @@ def tasks(docker_engine: docker.APIClient) -> Mapping[str, Task]:
     """The tasks, built in the user's cache: only the first session pays."""
 
     async def build() -> None:
-        async with DockerPool(SandboxConfig(), run="tasks-build") as pool:
+        async with open_pool(SandboxConfig(), run="tasks-build") as pool:
             await build_tasks(offline_spec_path("offline"), tuple(SCRIPTS), ImageBuilder(), pool, lambda *_: None)
 
     asyncio.run(build())
@@ -47,7 +48,7 @@ def episodes(tasks: Mapping[str, Task], docker_engine: docker.APIClient) -> list
     """48 scripted episodes of two tasks."""
 
     async def run() -> list[ScriptedEpisode]:
-        async with DockerPool(SandboxConfig(), run="test-tiny") as pool:
+        async with open_pool(SandboxConfig(), run="test-tiny") as pool:
             return await run_scripts(pool, [tasks[FIRST], tasks["mistune__3.1.1"]], 48, 0.5, 3)
 
     return asyncio.run(run())
@@ -67,7 +68,7 @@ def folder(episodes: list[ScriptedEpisode], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.docker
 @pytest.mark.parametrize("task_id", SCRIPTS)
 async def test_right_edits_pass_the_hidden_tests_and_wrong_ones_fail(
-    pool: DockerPool, tasks: Mapping[str, Task], task_id: str
+    pool: SandboxPool, tasks: Mapping[str, Task], task_id: str
 ) -> None:
     script, task = SCRIPTS[task_id], tasks[task_id]
     grader = Grader(pool, GradingConfig(timeout_s=60, concurrency=3))

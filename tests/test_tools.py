@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r3.config import AgentConfig
-from agent_r3.envs.container import DockerSandbox
+from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.errors import ConfigError, SandboxError
 from agent_r3.tools import REGISTRY, CallProblem, Toolbox, check_tools, render
 from agent_r3.tools.limits import cut_chars, cut_lines, strip_escapes
@@ -21,12 +21,12 @@ def toolbox() -> Toolbox:
     return Toolbox(AgentConfig(command_timeout_s=20.0))
 
 
-async def run(toolbox: Toolbox, sandbox: DockerSandbox, name: str, **arguments: object) -> Observation:
+async def run(toolbox: Toolbox, sandbox: RunnerSandbox, name: str, **arguments: object) -> Observation:
     (observation,) = await toolbox.run([ToolCall(name, arguments)], sandbox)
     return observation
 
 
-async def edit(toolbox: Toolbox, sandbox: DockerSandbox, command: str, path: str, **arguments: object) -> str:
+async def edit(toolbox: Toolbox, sandbox: RunnerSandbox, command: str, path: str, **arguments: object) -> str:
     observation = await run(toolbox, sandbox, "file_editor", command=command, path=path, **arguments)
     assert not observation.is_error and not observation.finished
     return observation.text
@@ -36,7 +36,7 @@ async def edit(toolbox: Toolbox, sandbox: DockerSandbox, command: str, path: str
 
 
 @docker
-async def test_view_numbers_lines_and_shows_the_range_asked_for(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_view_numbers_lines_and_shows_the_range_asked_for(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     whole = await edit(toolbox, sandbox, "view", "/testbed/plain.py")
     assert whole == "/testbed/plain.py, lines 1-3 of 3:\n     1\tone\n     2\ttwo\n     3\tthree"
     for wanted in ("[2, -1]", [2, 3], "[2,3]", [2, 99]):
@@ -47,7 +47,7 @@ async def test_view_numbers_lines_and_shows_the_range_asked_for(toolbox: Toolbox
 
 
 @docker
-async def test_view_tells_folders_binary_empty_and_missing_files(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_view_tells_folders_binary_empty_and_missing_files(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     listing = (await edit(toolbox, sandbox, "view", "/testbed")).split("\n")
     assert {"pkg/", "pkg/mod.py", "plain.py"} <= set(listing) and not any(".git" in line for line in listing)
     assert (
@@ -60,7 +60,7 @@ async def test_view_tells_folders_binary_empty_and_missing_files(toolbox: Toolbo
 
 
 @docker
-async def test_concise_view_leaves_out_the_bodies_of_functions(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_concise_view_leaves_out_the_bodies_of_functions(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     source = "import os\n\nclass A:\n    @property\n    def f(self):\n        x = 1\n        return x\n\n"
     source += "    def g(self): return 2\n"
     await sandbox.put("/testbed/a.py", source.encode())
@@ -72,7 +72,7 @@ async def test_concise_view_leaves_out_the_bodies_of_functions(toolbox: Toolbox,
 
 
 @docker
-async def test_str_replace_changes_one_place_and_shows_it(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_str_replace_changes_one_place_and_shows_it(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     text = await edit(toolbox, sandbox, "str_replace", "/testbed/plain.py", old_str="two\n", new_str="2\n2.5\n")
     assert text == "Edited /testbed/plain.py. It now reads:\n     1\tone\n     2\t2\n     3\t2.5\n     4\tthree"
     assert await sandbox.get("/testbed/plain.py") == b"one\n2\n2.5\nthree\n"
@@ -81,7 +81,7 @@ async def test_str_replace_changes_one_place_and_shows_it(toolbox: Toolbox, sand
 
 
 @docker
-async def test_str_replace_that_fits_nowhere_or_twice_changes_nothing(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_str_replace_that_fits_nowhere_or_twice_changes_nothing(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     none = await edit(toolbox, sandbox, "str_replace", "/testbed/plain.py", old_str="four")
     assert none == "`old_str` does not occur in /testbed/plain.py; nothing was changed."
     twice = await edit(toolbox, sandbox, "str_replace", "/testbed/plain.py", old_str="o", new_str="0")
@@ -94,7 +94,7 @@ async def test_str_replace_that_fits_nowhere_or_twice_changes_nothing(toolbox: T
 
 
 @docker
-async def test_edits_keep_bytes_line_ends_and_mode(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_edits_keep_bytes_line_ends_and_mode(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     await sandbox.put("/testbed/tool.sh", b"#!/bin/sh\r\necho \xff ran\r\n", mode=0o755)
     await edit(toolbox, sandbox, "str_replace", "/testbed/tool.sh", old_str=" ran", new_str=" went")
     assert await sandbox.get("/testbed/tool.sh") == b"#!/bin/sh\r\necho \xff went\r\n"
@@ -102,7 +102,7 @@ async def test_edits_keep_bytes_line_ends_and_mode(toolbox: Toolbox, sandbox: Do
 
 
 @docker
-async def test_insert_puts_whole_lines_at_the_place_asked_for(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_insert_puts_whole_lines_at_the_place_asked_for(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     await edit(toolbox, sandbox, "insert", "/testbed/plain.py", insert_line="0", new_str="zero")
     await edit(toolbox, sandbox, "insert", "/testbed/plain.py", insert_line=4, new_str="four\n")
     assert await sandbox.get("/testbed/plain.py") == b"zero\none\ntwo\nthree\nfour\n"
@@ -113,7 +113,7 @@ async def test_insert_puts_whole_lines_at_the_place_asked_for(toolbox: Toolbox, 
 
 
 @docker
-async def test_create_makes_folders_and_does_not_overwrite(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_create_makes_folders_and_does_not_overwrite(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     path = "/testbed/new dir/it's.py"
     assert await edit(toolbox, sandbox, "create", path, file_text="a\nb") == f"Created {path} with 2 lines."
     assert "is there already" in await edit(toolbox, sandbox, "create", path, file_text="c")
@@ -121,7 +121,7 @@ async def test_create_makes_folders_and_does_not_overwrite(toolbox: Toolbox, san
 
 
 @docker
-async def test_undo_takes_edits_back_one_by_one_even_with_a_new_toolbox(sandbox: DockerSandbox) -> None:
+async def test_undo_takes_edits_back_one_by_one_even_with_a_new_toolbox(sandbox: RunnerSandbox) -> None:
     path, config = "/testbed/plain.py", AgentConfig()
     await edit(Toolbox(config), sandbox, "str_replace", path, old_str="one", new_str="1")
     await edit(Toolbox(config), sandbox, "insert", path, insert_line=0, new_str="top")
@@ -136,7 +136,7 @@ async def test_undo_takes_edits_back_one_by_one_even_with_a_new_toolbox(sandbox:
 
 
 @docker
-async def test_what_the_agent_broke_is_told_to_the_agent(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_what_the_agent_broke_is_told_to_the_agent(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     await sandbox.exec("printf '#!/bin/sh\\necho nonsense' >/usr/bin/stat", timeout_s=10)
     text = await edit(toolbox, sandbox, "str_replace", "/testbed/plain.py", old_str="one", new_str="1")
     assert text.startswith("/testbed/plain.py was not changed") and "nonsense" in text
@@ -148,7 +148,7 @@ async def test_what_the_agent_broke_is_told_to_the_agent(toolbox: Toolbox, sandb
 
 
 @docker
-async def test_execute_bash_tells_exit_code_and_output(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_execute_bash_tells_exit_code_and_output(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     result = await run(toolbox, sandbox, "execute_bash", cmd="pwd; echo err >&2; exit 3")
     assert result == Observation("Exit code 3.\n/testbed\nerr")
     assert (await run(toolbox, sandbox, "execute_bash", command="true")).text == "Exit code 0. No output."
@@ -157,7 +157,7 @@ async def test_execute_bash_tells_exit_code_and_output(toolbox: Toolbox, sandbox
 
 
 @docker
-async def test_a_timed_out_command_is_an_observation_with_its_output(sandbox: DockerSandbox) -> None:
+async def test_a_timed_out_command_is_an_observation_with_its_output(sandbox: RunnerSandbox) -> None:
     toolbox = Toolbox(AgentConfig(command_timeout_s=0.5))
     result = await run(toolbox, sandbox, "execute_bash", cmd="echo started; sleep 60")
     assert result.text.startswith("Exit code 124. The command did not end within 0.5 s") and "started" in result.text
@@ -166,7 +166,7 @@ async def test_a_timed_out_command_is_an_observation_with_its_output(sandbox: Do
 
 
 @docker
-async def test_long_output_keeps_head_and_tail_and_says_what_is_gone(sandbox: DockerSandbox) -> None:
+async def test_long_output_keeps_head_and_tail_and_says_what_is_gone(sandbox: RunnerSandbox) -> None:
     toolbox = Toolbox(AgentConfig(observation_lines=4, observation_chars=300))
     lines = (await run(toolbox, sandbox, "execute_bash", cmd="seq 1000")).text.split("\n")
     assert lines == ["Exit code 0.", "1", "2", "[... 996 of 1000 lines left out ...]", "999", "1000"]
@@ -177,7 +177,7 @@ async def test_long_output_keeps_head_and_tail_and_says_what_is_gone(sandbox: Do
 
 
 @docker
-async def test_search_lists_lines_of_a_file_and_counts_below_a_folder(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_search_lists_lines_of_a_file_and_counts_below_a_folder(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     await sandbox.put("/testbed/pkg/more.py", b"a.b = 'x'\naxb\n--flag 'x'\n")
     found = await run(toolbox, sandbox, "search", search_term="'x'", path="/testbed/pkg/more.py")
     assert found.text == "\"'x'\" occurs on 2 lines of /testbed/pkg/more.py:\n1:a.b = 'x'\n3:--flag 'x'"
@@ -193,7 +193,7 @@ async def test_search_lists_lines_of_a_file_and_counts_below_a_folder(toolbox: T
 
 
 @docker
-async def test_finish_ends_the_episode(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_finish_ends_the_episode(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     for arguments in ({}, {"command": "submit"}, {"command": "submit", "result": "done"}):
         observation = await run(toolbox, sandbox, "finish", **arguments)
         assert observation.finished and not observation.is_error
@@ -271,7 +271,7 @@ async def test_random_arguments_never_raise(name: str, arguments: dict[str, str]
 
 
 @docker
-async def test_a_dead_container_is_not_an_observation(toolbox: Toolbox, sandbox: DockerSandbox) -> None:
+async def test_a_dead_container_is_not_an_observation(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     await sandbox.close()
     for name, arguments in (
         ("execute_bash", {"cmd": "true"}),

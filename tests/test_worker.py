@@ -11,7 +11,8 @@ import pytest
 
 from agent_r3.archive import check_trajectory, list_episodes, read_episode
 from agent_r3.config import Config
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.backend import open_pool
+from agent_r3.envs.grading import Grader
 from agent_r3.errors import DataError, EngineError
 from agent_r3.hfconfig import read_model
 from agent_r3.rollout.engine import Generation
@@ -108,9 +109,10 @@ def publish(
     """Run a worker until it has published `groups` groups."""
 
     async def work() -> list[Delivery]:
-        pool = DockerPool(config.sandbox, run=RUN)
+        pool = open_pool(config.sandbox, run=RUN)
         async with TrajectoryWriter.connect(store, RUN) as writer:
-            worker = RolloutWorker("w", config, [task], renderer, fleet, pool, writer)  # type: ignore[arg-type]
+            grader = Grader(pool, config.grading)
+            worker = RolloutWorker("w", config, [task], renderer, fleet, pool, grader, writer)  # type: ignore[arg-type]
             running = asyncio.create_task(worker.run())
             try:
                 with GroupReader.connect(store, RUN) as reader:
@@ -191,10 +193,12 @@ def test_a_missing_image_ends_the_worker_with_one_line(
     config = config_of(tmp_path)
 
     async def work() -> None:
-        pool = DockerPool(config.sandbox, run=RUN)
+        pool = open_pool(config.sandbox, run=RUN)
         async with TrajectoryWriter.connect(store, RUN) as writer:
             fleet = ScriptedFleet(renderer, [])
-            await RolloutWorker("w", config, [missing], renderer, fleet, pool, writer).run()  # type: ignore[arg-type]
+            grader = Grader(pool, config.grading)
+            worker = RolloutWorker("w", config, [missing], renderer, fleet, pool, grader, writer)  # type: ignore[arg-type]
+            await worker.run()
 
     with pytest.raises(DataError, match="agent-r3/none:0"):
         asyncio.run(work())

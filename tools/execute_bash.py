@@ -1,4 +1,4 @@
-"""`execute_bash`: one command in a fresh shell of the container."""
+"""`execute_bash`: one command in a shell of the container, a fresh one each time or one that carries on."""
 
 from typing import ClassVar
 
@@ -22,14 +22,28 @@ class ExecuteBash:
         "Run a shell command. The answer holds the exit code and the output; of a long output the first and last lines."
     )
     arguments: ClassVar[type[Arguments]] = ExecuteBashArguments
+    persistent: ClassVar[bool] = False
 
     def __init__(self, timeout_s: float, max_lines: int) -> None:
         self._timeout_s = timeout_s
         self._max_lines = max_lines
 
     async def run(self, arguments: ExecuteBashArguments, sandbox: Sandbox) -> Observation:
-        result = await sandbox.exec(arguments.cmd, timeout_s=self._timeout_s)
+        result = await sandbox.exec(arguments.cmd, timeout_s=self._timeout_s, persistent=self.persistent)
         return Observation(render_result(result, self._timeout_s, self._max_lines))
+
+
+class PersistentBashArguments(ExecuteBashArguments):
+    cmd: ShellText = Field(validation_alias=AliasChoices("cmd", "command"), min_length=1)
+    """The command. Its shell starts in the repository's root; directory, variables and functions stay from call to
+    call, background processes do not."""
+
+
+class PersistentBash(ExecuteBash):
+    """`execute_bash` for agents that expect cd and export to last (`agent.persistent_shell`)."""
+
+    arguments: ClassVar[type[Arguments]] = PersistentBashArguments
+    persistent: ClassVar[bool] = True
 
 
 def render_result(result: ExecResult, timeout_s: float, max_lines: int) -> str:

@@ -13,7 +13,7 @@ from agent_r3.envs.sandbox import Sandbox
 from agent_r3.errors import ConfigError
 from agent_r3.tools.base import Arguments, Tool
 from agent_r3.tools.documentation import describe, parameters
-from agent_r3.tools.execute_bash import ExecuteBash
+from agent_r3.tools.execute_bash import ExecuteBash, PersistentBash
 from agent_r3.tools.file_editor import FileEditor
 from agent_r3.tools.finish import Finish
 from agent_r3.tools.limits import cut_chars
@@ -23,7 +23,9 @@ from agent_r3.types import Observation, ToolCall
 
 REGISTRY: Mapping[str, Callable[[AgentConfig], Tool]] = {
     FileEditor.name: lambda config: FileEditor(config.command_timeout_s, config.observation_lines),
-    ExecuteBash.name: lambda config: ExecuteBash(config.command_timeout_s, config.observation_lines),
+    ExecuteBash.name: lambda config: (PersistentBash if config.persistent_shell else ExecuteBash)(
+        config.command_timeout_s, config.observation_lines
+    ),
     Search.name: lambda config: Search(config.command_timeout_s, config.observation_lines),
     Finish.name: lambda config: Finish(),
 }

@@ -86,10 +86,10 @@ def build(
     import time
 
     from agent_r3.config import SandboxConfig, load_config
+    from agent_r3.envs.backend import open_pool
     from agent_r3.envs.build import Built, build_tasks
     from agent_r3.envs.images import ImageBuilder
     from agent_r3.envs.offline import offline_spec_path, rows_path
-    from agent_r3.envs.pool import DockerPool
 
     if config is not None:
         wanted = load_config(config).tasks
@@ -101,7 +101,7 @@ def build(
 
     async def work() -> list[Built]:
         builder = ImageBuilder(base_image)
-        async with DockerPool(SandboxConfig(), run="tasks-build") as pool:
+        async with open_pool(SandboxConfig(), run="tasks-build") as pool:
             return await build_tasks(spec, only or (), builder, pool, progress)
 
     built = asyncio.run(work())
@@ -130,9 +130,9 @@ def verify(
     import sys
 
     from agent_r3.config import GradingConfig, SandboxConfig
+    from agent_r3.envs.backend import open_pool
     from agent_r3.envs.grading import Grader
     from agent_r3.envs.images import require_images
-    from agent_r3.envs.pool import DockerPool
     from agent_r3.envs.verify import Verdict, verify_tasks
 
     tasks = _load(dataset, split, only)
@@ -148,7 +148,7 @@ def verify(
         )
 
     async def work() -> list[Verdict]:
-        async with DockerPool(SandboxConfig(max_starting=workers), run="tasks-verify") as pool:
+        async with open_pool(SandboxConfig(max_starting=workers), run="tasks-verify") as pool:
             grader = Grader(pool, GradingConfig(timeout_s=timeout_s, concurrency=workers))
             return await verify_tasks(tasks, grader, on_verdict)
 

@@ -14,9 +14,9 @@ import structlog
 
 from agent_r3 import envs, rollout, tools
 from agent_r3.config import SandboxConfig, TasksConfig
+from agent_r3.envs.backend import open_pool
 from agent_r3.envs.cache import cache_dir
 from agent_r3.envs.datasets import load_tasks
-from agent_r3.envs.pool import DockerPool
 from agent_r3.errors import AgentR3Error, DataError
 from agent_r3.hfconfig import ModelInfo
 from agent_r3.rollout.tokens import END, ChatRenderer
@@ -85,7 +85,7 @@ async def ensure_tiny(out: Path | None = None, *, force: bool = False) -> tuple[
         return False, folder
     recipe = Recipe()
     tasks = load_tasks(TasksConfig(dataset="offline", include=tuple(SCRIPTS)))
-    async with DockerPool(SandboxConfig(), run="model-tiny", owner="model-tiny") as pool:
+    async with open_pool(SandboxConfig(), run="model-tiny", owner="model-tiny") as pool:
         episodes = await run_scripts(pool, tasks, recipe.episodes, recipe.right_share, recipe.seed)
     log.info("scripted episodes", count=len(episodes), right=round(sum(e.right for e in episodes) / len(episodes), 3))
     make_tiny(episodes, folder, recipe)

@@ -13,10 +13,11 @@ import pytest
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs import hostbase
-from agent_r3.envs.container import DockerSandbox
+from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import RUN_LABEL, connect
 from agent_r3.envs.images import ImageBuilder
-from agent_r3.envs.pool import DockerPool
+from agent_r3.envs.pool import SandboxPool
+from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.types import Task
 
 _ENGINE = Path(__file__).parents[2] / "docker" / "engine.sh"
@@ -94,13 +95,13 @@ def run_name(docker_engine: docker.APIClient) -> Iterator[str]:
 
 
 @pytest.fixture
-async def pool(run_name: str) -> AsyncIterator[DockerPool]:
-    async with DockerPool(SandboxConfig(), run=run_name) as made:
+async def pool(run_name: str) -> AsyncIterator[SandboxPool]:
+    async with open_pool(SandboxConfig(), run=run_name) as made:
         yield made
 
 
 @pytest.fixture
-async def sandbox(pool: DockerPool, sandbox_task: Task) -> DockerSandbox:
+async def sandbox(pool: SandboxPool, sandbox_task: Task) -> RunnerSandbox:
     """A container set up for the agent."""
     return await pool.acquire(sandbox_task)
 

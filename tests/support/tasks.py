@@ -7,11 +7,11 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig, TasksConfig
+from agent_r3.envs.backend import open_pool
 from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.images import ImageBuilder
 from agent_r3.envs.offline import offline_spec_path
-from agent_r3.envs.pool import DockerPool
 from agent_r3.types import Task
 
 PATHSPEC, MISTUNE = "pathspec__0.12.1", "mistune__3.1.1"
@@ -22,7 +22,7 @@ def built_tasks(docker_engine: docker.APIClient) -> Mapping[str, Task]:
     """Task id -> task, for PATHSPEC and MISTUNE. Built in the user's cache, so only the first session pays."""
 
     async def build() -> None:
-        async with DockerPool(SandboxConfig(), run="tasks-build") as pool:
+        async with open_pool(SandboxConfig(), run="tasks-build") as pool:
             await build_tasks(offline_spec_path("offline"), (PATHSPEC, MISTUNE), ImageBuilder(), pool, lambda *_: None)
 
     asyncio.run(build())
