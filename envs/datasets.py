@@ -3,15 +3,21 @@
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from agent_r3.config import TasksConfig
 from agent_r3.envs.offline import built_rows, is_offline_spec, offline_spec_path, read_spec
 from agent_r3.envs.rows import COLUMNS, Origin, task_from_row
+from agent_r3.envs.verify import known_verifications
 from agent_r3.errors import DataError, boundary
 from agent_r3.types import Task
+
+log = structlog.get_logger(__name__)
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -39,7 +45,20 @@ def load_tasks(config: TasksConfig) -> list[Task]:
     ]
     if not chosen:
         raise DataError(f"{config.dataset}: no task is left after tasks.include and tasks.exclude")
-    return chosen
+    return chosen if config.verified is None else _only_sound(chosen, config.verified)
+
+
+def _only_sound(tasks: list[Task], path: Path) -> list[Task]:
+    """The tasks that `agent-r3 tasks verify --out` called sound; how many are left out is logged."""
+    known = known_verifications(tasks, path)
+    sound = [task for task in tasks if task.id in known and known[task.id].verdict == "sound"]
+    left_out = Counter(known[task.id].verdict if task.id in known else "not verified" for task in tasks)
+    del left_out["sound"]
+    if left_out:
+        log.warning("unsound tasks left out", file=str(path), **{k.replace(" ", "_"): n for k, n in left_out.items()})
+    if not sound:
+        raise DataError(f"tasks.verified: {path} calls none of the {len(tasks)} chosen tasks sound")
+    return sound
 
 
 def _require_known(ids: Iterable[str], known: Mapping[str, Task], key: str, dataset: str) -> None:

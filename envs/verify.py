@@ -1,53 +1,169 @@
-"""Is a dataset sound? Each task must give 0 for doing nothing and 1 for its gold patch."""
+"""Is a dataset sound? Doing nothing must give 0 and the gold patch 1, every time, in reasonable time.
+
+Verdicts are appended to a file as they come, so that a dataset of thousands is checked in several goes, and
+`tasks.verified` of a training config leaves out what it does not call sound.
+"""
 
 import asyncio
+import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
 
-from agent_r3.envs.grading import Grader
-from agent_r3.errors import GradingError
+from pydantic import TypeAdapter, ValidationError
+
+from agent_r3.envs.sandbox import Grading
+from agent_r3.errors import DataError, GradingError, boundary
 from agent_r3.types import Grade, Task
+
+Verdict = Literal["sound", "flaky", "slow", "broken", "ungraded"]
+
+VERDICTS: dict[Verdict, str] = {
+    "sound": "nothing gives 0 and gold 1, each time",
+    "flaky": "runs of the same patch disagree",
+    "slow": "sound, but a run takes longer than --slow",
+    "broken": "nothing earns the reward, or gold does not",
+    "ungraded": "infrastructure failed; not a verdict on the task",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What grading said of one task. `problem` is empty for a sound one."""
+class Run:
+    """One grading of one patch."""
+
+    reward: float
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the runs say of one task. `image` is what was run: another one was not verified."""
 
     task_id: str
-    noop: Grade | None
-    gold: Grade | None
-    problem: str
-
-    @property
-    def sound(self) -> bool:
-        return not self.problem
+    image: str
+    verdict: Verdict
+    problem: str  # empty for a sound one
+    noop: tuple[Run, ...] = ()
+    gold: tuple[Run, ...] = ()
 
 
-async def verify_tasks(tasks: Sequence[Task], grader: Grader, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
-    """Grade nothing and gold for every task, as many at a time as the grader allows; verdicts in the tasks' order."""
+_LINE = TypeAdapter(Verification)
 
-    async def one(task: Task) -> Verdict:
-        try:
-            noop, gold = await asyncio.gather(grader.grade(task, b""), _gold(grader, task))
-            verdict = Verdict(task.id, noop, gold, _problem(noop, gold))
-        except GradingError as exc:
-            verdict = Verdict(task.id, None, None, f"could not be graded: {exc}")
-        on_verdict(verdict)
-        return verdict
+
+async def verify_tasks(
+    tasks: Sequence[Task],
+    grader: Grading,
+    on_done: Callable[[Verification], None],
+    *,
+    times: int = 1,
+    slow_s: float = float("inf"),
+    at_once: int = 4,
+) -> list[Verification]:
+    """Grade nothing and gold `times` times each, `at_once` tasks together; verifications in the tasks' order.
+
+    The grader must not reuse grades: repetition is what shows a flaky test.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def one(task: Task) -> Verification:
+        async with places:
+            verification = await _verify(task, grader, times, slow_s)
+        on_done(verification)
+        return verification
 
     return list(await asyncio.gather(*(one(task) for task in tasks)))
 
 
-async def _gold(grader: Grader, task: Task) -> Grade | None:
-    return await grader.grade(task, task.gold_patch.encode()) if task.gold_patch else None
+async def _verify(task: Task, grader: Grading, times: int, slow_s: float) -> Verification:
+    async def grades(patch: bytes) -> list[Grade]:
+        return [await grader.grade(task, patch) for _ in range(times)]
+
+    try:
+        noop, gold = await asyncio.gather(grades(b""), grades(task.gold_patch.encode()) if task.gold_patch else _none())
+    except GradingError as exc:
+        return Verification(task.id, task.image, "ungraded", str(exc))
+    verdict, problem = judge(noop, gold, slow_s)
+    return Verification(task.id, task.image, verdict, problem, tuple(map(_run, noop)), tuple(map(_run, gold)))
 
 
-def _problem(noop: Grade, gold: Grade | None) -> str:
+def judge(noop: Sequence[Grade], gold: Sequence[Grade], slow_s: float) -> tuple[Verdict, str]:
+    """The verdict on a task and what is wrong with it. Pure; `gold` is empty for a row without a gold patch."""
+    for name, grades in (("doing nothing", noop), ("the gold patch", gold)):
+        if unsteady := _unsteady(grades):
+            return "flaky", f"{len(grades)} runs of {name} disagree: {unsteady}"
     problems = []
-    if noop.reward != 0:
+    if any(grade.reward != 0 for grade in noop):
         problems.append("doing nothing earns the reward")
-    if gold is None:
+    if not gold:
         problems.append("its row has no gold patch that text can say")
-    elif gold.reward != 1:
-        problems.append(f"the gold patch does not earn it: {gold.reason}")
-    return "; ".join(problems)
+    elif any(grade.reward != 1 for grade in gold):
+        problems.append(f"the gold patch does not earn it: {gold[0].reason}")
+    if problems:
+        return "broken", "; ".join(problems)
+    longest = max(grade.seconds for grade in (*noop, *gold))
+    if longest > slow_s:
+        return "slow", f"a run took {longest:.1f} s, more than {slow_s:g} s"
+    return "sound", ""
+
+
+def _unsteady(grades: Sequence[Grade]) -> str:
+    """Which tests changed their status from run to run, or that the reward did; empty when nothing did."""
+    names = {name for grade in grades for name in grade.statuses}
+    changing = sorted(name for name in names if len({grade.statuses.get(name) for grade in grades}) > 1)
+    if changing:
+        return ", ".join(changing[:3]) + (", ..." if len(changing) > 3 else "")
+    rewards = {grade.reward for grade in grades}
+    return f"rewards {', '.join(f'{reward:g}' for reward in sorted(rewards))}" if len(rewards) > 1 else ""
+
+
+async def _none() -> list[Grade]:
+    return []
+
+
+def _run(grade: Grade) -> Run:
+    return Run(grade.reward, grade.reason, round(grade.seconds, 3))
+
+
+def append_verification(path: Path, verification: Verification) -> None:
+    """One more line of the file, on disk when this returns. Half a line that a killed run left is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(asdict(verification)).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_verifications(path: Path) -> dict[str, Verification]:
+    """The last verification of each task id. Half a line at the end, of a killed run, is left out.
+
+    Raises DataError for a file that is not there or is not of `agent-r3 tasks verify --out`.
+    """
+    with boundary(DataError, f"read {path}", OSError, UnicodeDecodeError):
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    found: dict[str, Verification] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = _LINE.validate_json(line)
+        except ValidationError as exc:
+            problem = exc.errors()[0]["msg"]
+            raise DataError(f"{path}: line {number} is not of `agent-r3 tasks verify --out`: {problem}") from exc
+        found[entry.task_id] = entry
+    return found
+
+
+def known_verifications(tasks: Sequence[Task], path: Path) -> dict[str, Verification]:
+    """What the file says of `tasks` as they are now: another image was not verified, "ungraded" is no verdict.
+
+    Raises DataError; see `read_verifications`.
+    """
+    found = read_verifications(path)
+    return {
+        task.id: entry
+        for task in tasks
+        if (entry := found.get(task.id)) is not None and entry.image == task.image and entry.verdict != "ungraded"
+    }

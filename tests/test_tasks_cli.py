@@ -60,14 +60,20 @@ def test_build_of_what_is_there_says_so(built_tasks: Mapping[str, Task]) -> None
 def test_verify_ends_with_how_many_are_sound_and_fails_if_one_is_not(rows_file: Path) -> None:
     result = RUNNER.invoke(app, ["verify", str(rows_file), "--workers", "2"])
     assert result.exit_code == 1, result.output
-    assert result.stdout.splitlines()[-1] == "1 of 2 sound"
+    assert result.stdout.splitlines()[-1] == "1 of 2 sound, 1 broken"
     assert "the gold patch does not earn it: 7 of 8 differ" in " ".join(result.stderr.split())
 
 
-def test_verify_as_json_gives_both_grades_and_passes_for_a_sound_task(rows_file: Path) -> None:
-    result = RUNNER.invoke(app, ["verify", str(rows_file), "--only", PATHSPEC, "--json"])
+def test_verify_as_json_gives_every_run_and_passes_for_a_sound_task(rows_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "verified.jsonl"
+    arguments = ["verify", str(rows_file), "--only", PATHSPEC, "--json", "--times", "2", "--out", str(out)]
+    result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert (report["sound"], report["total"]) == (1, 1)
+    assert (report["sound"], report["flaky"], report["total"]) == (1, 0, 1)
     [task] = report["tasks"]
-    assert (task["noop"]["reward"], task["gold"]["reward"], task["problem"]) == (0.0, 1.0, "")
+    assert [run["reward"] for run in task["noop"]] == [0.0, 0.0]
+    assert [run["reward"] for run in task["gold"]] == [1.0, 1.0] and task["problem"] == ""
+    written = out.read_bytes()
+    again = RUNNER.invoke(app, arguments)
+    assert json.loads(again.stdout) == report and out.read_bytes() == written  # nothing was run a second time

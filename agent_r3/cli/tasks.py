@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from agent_r3.envs.verify import Verdict
+    from agent_r3.envs.verify import Verification
     from agent_r3.types import Task
 
 app = typer.Typer(help="Task datasets: list, show, build, verify.", no_args_is_help=True)
@@ -118,13 +118,22 @@ def verify(
     dataset: Dataset = "offline",
     split: Split = "train",
     only: Only = None,
-    workers: Annotated[int, typer.Option(min=1, help="Containers at the same time.")] = 4,
+    times: Annotated[int, typer.Option(min=1, help="Runs of nothing and of gold; several show flaky tests.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Sandboxes at the same time.")] = 4,
     timeout_s: Annotated[float, typer.Option(min=1, help="Wall time of one run of the hidden tests.")] = 300.0,
+    slow_s: Annotated[float, typer.Option("--slow", min=0.1, help="Seconds above which a sound task is slow.")] = 120.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to append each verdict to; tasks it has a verdict on already are not run again."),
+    ] = None,
+    sandbox: Annotated[str, typer.Option(help="`auto`, `docker` or `bwrap`.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Grade doing nothing (must give 0) and the gold patch (must give 1) of every task; exit code 1 if one is unsound.
 
-    Example: agent-r3 tasks verify offline --workers 2
+    A training config leaves out what FILE does not call sound with `tasks.verified: FILE`.
+
+    Example: agent-r3 tasks verify offline --times 3 --out verified.jsonl
     """
     import asyncio
     import sys
@@ -132,36 +141,43 @@ def verify(
     from agent_r3.config import GradingConfig, SandboxConfig
     from agent_r3.envs.backend import open_pool
     from agent_r3.envs.grading import Grader
-    from agent_r3.envs.images import require_images
-    from agent_r3.envs.verify import Verdict, verify_tasks
+    from agent_r3.envs.verify import VERDICTS, Verification, append_verification, known_verifications, verify_tasks
+    from agent_r3.errors import ConfigError
 
+    if sandbox not in ("auto", "docker", "bwrap"):
+        raise ConfigError(f"--sandbox {sandbox!r}: must be auto, docker or bwrap")
     tasks = _load(dataset, split, only)
-    require_images(tasks)
-    done = 0
+    known: dict[str, Verification] = known_verifications(tasks, out) if out is not None and out.exists() else {}
+    missing = [task for task in tasks if task.id not in known]
+    done = len(known)
 
-    def on_verdict(verdict: Verdict) -> None:
+    def on_done(found: Verification) -> None:
         nonlocal done
         done += 1
-        print(
-            f"[{done:>{len(str(len(tasks)))}}/{len(tasks)}] {verdict.task_id}: {verdict.problem or 'sound'}",
-            file=sys.stderr,
-        )
+        if out is not None:
+            append_verification(out, found)
+        verdict = f"{found.verdict}: {found.problem}" if found.problem else found.verdict
+        print(f"[{done:>{len(str(len(tasks)))}}/{len(tasks)}] {found.task_id}: {verdict}", file=sys.stderr)
 
-    async def work() -> list[Verdict]:
-        async with open_pool(SandboxConfig(max_starting=workers), run="tasks-verify") as pool:
-            grader = Grader(pool, GradingConfig(timeout_s=timeout_s, concurrency=workers))
-            return await verify_tasks(tasks, grader, on_verdict)
+    async def work() -> list[Verification]:
+        config = SandboxConfig(kind=sandbox, max_starting=workers)  # type: ignore[arg-type]
+        async with open_pool(config, run="tasks-verify") as pool:
+            grader = Grader(pool, GradingConfig(timeout_s=timeout_s, concurrency=workers, reuse=False))
+            return await verify_tasks(missing, grader, on_done, times=times, slow_s=slow_s, at_once=workers)
 
-    verdicts = asyncio.run(work())
-    sound = sum(verdict.sound for verdict in verdicts)
+    fresh = asyncio.run(work()) if missing else []
+    known.update((one.task_id, one) for one in fresh)
+    found = [known[task.id] for task in tasks]
+    counts: dict[str, int] = {verdict: sum(one.verdict == verdict for one in found) for verdict in VERDICTS}
     if as_json:
-        _print_json(
-            {"tasks": [_verdict_facts(verdict) for verdict in verdicts], "sound": sound, "total": len(verdicts)}
-        )
+        from dataclasses import asdict
+
+        _print_json({"tasks": [asdict(one) for one in found], **counts, "total": len(found)})
     else:
-        _print_verdicts(verdicts)
-        print(f"{sound} of {len(verdicts)} sound")
-    if sound < len(verdicts):
+        _print_verifications(found)
+        others = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count and verdict != "sound")
+        print(f"{counts['sound']} of {len(found)} sound{', ' + others if others else ''}")
+    if counts["sound"] < len(found):
         raise typer.Exit(1)
 
 
@@ -176,26 +192,16 @@ def _facts(task: "Task") -> dict[str, Any]:
     return {"id": task.id, "dataset": task.dataset, "repo": task.repo, "image": task.image, "tests": len(task.expected)}
 
 
-def _verdict_facts(verdict: "Verdict") -> dict[str, Any]:
-    grades = {
-        name: grade and {"reward": grade.reward, "reason": grade.reason, "seconds": round(grade.seconds, 2)}
-        for name, grade in (("noop", verdict.noop), ("gold", verdict.gold))
-    }
-    return {"id": verdict.task_id, "sound": verdict.sound, "problem": verdict.problem, **grades}
-
-
-def _print_verdicts(verdicts: "list[Verdict]") -> None:
+def _print_verifications(found: "list[Verification]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("task", "no-op", "seconds", "gold", "seconds", "problem")
-    for verdict in verdicts:
-        cells = [
-            text
-            for grade in (verdict.noop, verdict.gold)
-            for text in ((f"{grade.reward:g}", f"{grade.seconds:.2f}") if grade else ("-", "-"))
-        ]
-        table.add_row(verdict.task_id, *cells, verdict.problem or "sound")
+    table = Table("task", "nothing", "gold", "longest s", "verdict")
+    for one in found:
+        rewards = [" ".join(f"{run.reward:g}" for run in runs) or "-" for runs in (one.noop, one.gold)]
+        longest = max((run.seconds for run in (*one.noop, *one.gold)), default=0.0)
+        verdict = f"{one.verdict}: {one.problem}" if one.problem else one.verdict
+        table.add_row(one.task_id, *rewards, f"{longest:.2f}", verdict)
     Console().print(table)
 
 
