@@ -3,10 +3,10 @@
 RUN := .venv/bin
 SEED ?= 0
 
-.PHONY: help setup demo test check lint bench clean
+.PHONY: help setup demo test check lint bench chaos-sandbox clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: ## make .venv and start a Docker engine (idempotent)
 	@scripts/setup.sh
@@ -32,6 +32,10 @@ lint: ## ruff, mypy strict, import-linter
 
 bench: setup ## every benchmark, as JSON lines
 	$(RUN)/agent-r3 bench r3 --json
+	$(RUN)/agent-r3 bench sandbox --json
+
+chaos-sandbox: setup ## 200 episodes while containers, a private engine and workers are killed (SEED=0, needs root)
+	$(RUN)/python -m tests.chaos --seed $(SEED)
 
 clean: ## remove runs and caches of this checkout
 	rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,8 +1,8 @@
 """Finished episodes on disk: `trajectories/step_N/<id>.safetensors`, arrays as tensors, everything else as JSON.
 
 Tensors: tokens int32 [T], loss_mask bool [T], logprobs float32 [T], versions int32 [T], rows uint8 or uint16
-[T-1, L, K]. The JSON under the metadata key `episode` has the task, the reward and why, the ending, the agent's patch,
-and each turn's span, text, calls, observations, cached tokens and seconds.
+[T-1, L, K]. The JSON under the metadata key `episode` has the task, the reward and why, the grading's outcome, the
+ending, the agent's patch, and each turn's span, text, calls, observations, cached tokens and seconds.
 """
 
 import json
@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from agent_r3.errors import ContractError, DataError, boundary
 from agent_r3.trajectory import TrajectoryEnd, TurnRecord, engine_counters, splice
-from agent_r3.types import Ending, Grade, Observation, Routing, ToolCall, Trajectory, Turn
+from agent_r3.types import Ending, Grade, Observation, Outcome, Routing, ToolCall, Trajectory, Turn
 
-_FORMAT = "agent-r3 episode 1"
+_FORMAT = "agent-r3 episode 2"
 _TENSORS = ("tokens", "loss_mask", "logprobs", "versions", "rows")
 _PATCH_CHARS = 200_000
 
@@ -57,6 +57,9 @@ class EpisodeInfo:
     prompt_tokens: int
     cached_tokens: int
     reprefilled_tokens: int
+    outcome: Outcome  # of the grading
+    left_out: tuple[str, ...]  # files of the patch that no patch may change
+    flaky: bool  # runs of the hidden tests disagreed
 
     @property
     def tokens(self) -> int:
@@ -107,6 +110,9 @@ def write_episode(
         prompt_tokens=end.prompt_tokens,
         cached_tokens=end.cached_tokens,
         reprefilled_tokens=end.reprefilled_tokens,
+        outcome=grade.outcome,
+        left_out=grade.left_out,
+        flaky=grade.flaky,
     )
     tensors = {
         "tokens": trajectory.tokens,
@@ -251,6 +257,7 @@ def _parse_info(path: Path, metadata: Mapping[str, str]) -> EpisodeInfo:
     with boundary(DataError, f"episode {path}", ValueError, KeyError, TypeError):
         fields = json.loads(metadata["episode"])
         fields["ending"] = Ending(fields["ending"])
+        fields["left_out"] = tuple(fields["left_out"])
         fields["turns"] = tuple(_parse_turn(turn) for turn in fields["turns"])
         return EpisodeInfo(**fields)
 

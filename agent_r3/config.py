@@ -42,7 +42,8 @@ class ModelConfig(Section):
 
 class TasksConfig(Section):
     dataset: str
-    """`offline`, a .parquet/.json/.jsonl file of R2E-Gym rows, or a hub id such as `R2E-Gym/R2E-Gym-Lite`."""
+    """`offline`, a file of R2E-Gym, SWE-bench or SWE-smith rows (.parquet, .json, .jsonl), a hub id of such rows
+    (`R2E-Gym/R2E-Gym-Lite`), or a folder of Harbor tasks."""
     split: str = "train"
     """Split of a hub dataset."""
     include: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ class SandboxConfig(Section):
     rootfs: Path | None = None
     """Folder of unpacked images for bwrap (`agent-r3 tasks rootfs`); null takes the one in the cache."""
     warm: int = Field(default=0, ge=0)
-    """Sandboxes of upcoming tasks kept started ahead of need, over all images."""
+    """Sandboxes of upcoming tasks kept started ahead of need, over all images; a quarter more wait for gradings."""
     max_starting: int = Field(default=4, gt=0)
     """Sandboxes that may be starting at the same time."""
     start_timeout_s: float = Field(default=60.0, gt=0)

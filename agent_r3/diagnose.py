@@ -50,12 +50,18 @@ def _packages() -> list[Finding]:
 
 
 def _docker() -> list[Finding]:
+    """Either backend is enough: each is optional where the other works."""
+    from agent_r3.envs.bwrap import bwrap_problem
+    from agent_r3.envs.bwrap_host import limits_found
     from agent_r3.envs.docker import docker_problem
 
-    problem = docker_problem()
-    if problem is None:
-        return [Finding("docker engine", True, "answers")]
-    return [Finding("docker engine", False, problem, "run docker/engine.sh (as root), or start Docker")]
+    no_docker, no_bwrap = docker_problem(), bwrap_problem()
+    docker_advice = "run docker/engine.sh (as root), or start Docker" if no_docker else ""
+    bwrap_advice = "needed only where there is no Docker: install bubblewrap, allow user namespaces" if no_bwrap else ""
+    return [
+        Finding("docker engine", no_docker is None, no_docker or "answers", docker_advice, no_bwrap is None),
+        Finding("bwrap", no_bwrap is None, no_bwrap or f"works; {limits_found()}", bwrap_advice, True),
+    ]
 
 
 def _store() -> list[Finding]:

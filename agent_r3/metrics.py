@@ -37,6 +37,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/ending/<ending>": ("episodes", "episodes that ended so"),
     "rollout/infra/<kind>": ("failures", "infrastructure failures of that kind; never a reward"),
     "rollout/seconds/<stage>": ("s", "seconds of a stage of an episode, summed over the step's episodes"),
+    "rollout/grade/<outcome>": ("episodes", "episodes graded so: passed, failed, unapplied, timeout, tampered, ..."),
     "rollout/graded_runs": ("runs", "hidden-test runs; equal patches share one"),
     "r3/coverage": ("share", "routing rows present of those needed (T-1 a trajectory)"),
     "r3/rows_missing": ("rows", "routing rows needed but absent"),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_r3.config import Config, EngineConfig, dump_config, require_trainable_sampling
+from agent_r3.envs.backend import reap, require_backend
+from agent_r3.envs.broker_client import check_broker
 from agent_r3.envs.datasets import load_tasks
-from agent_r3.envs.docker import reap, require_docker
-from agent_r3.envs.images import require_images
 from agent_r3.errors import AgentR3Error, ConfigError, ContractError, EngineError, UserError
 from agent_r3.hfconfig import ModelInfo, check_tokenizer, read_model
 from agent_r3.process import last_lines, spawn, stop, until_signalled
@@ -69,8 +69,10 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
         if config.engine.port:
             check_port(config.engine.host, config.engine.port)
     tasks = load_tasks(config.tasks)
-    require_docker()
-    require_images(tasks)
+    if config.sandbox.broker is not None:
+        check_broker(config.sandbox, tasks)
+    else:
+        require_backend(config.sandbox, tasks)
     if config.store.url is not None:
         check_url(config.store.url)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})}), model
@@ -130,10 +132,9 @@ class _Run:
         self._engine_config: EngineConfig | None = None  # None where the user's own servers are used
 
     async def run(self) -> None:
-        name = self._config.run.name
         async with AsyncExitStack() as stack:
-            reap(name)
-            stack.callback(reap, name)
+            self._reap()
+            stack.callback(self._reap)
             self._progress = await stack.enter_async_context(
                 StepProgress(self._folder / "metrics.jsonl", self._config.train.steps)
             )
@@ -153,6 +154,11 @@ class _Run:
                 worker.start()
             self._progress.say(f"{len(workers)} rollout workers and {self._config.train.ranks} trainer ranks started")
             await self._watch(trainer, workers)
+
+    def _reap(self) -> None:
+        """Left-over sandboxes of this run; a broker removes a client's own when the client goes."""
+        if self._config.sandbox.broker is None:
+            reap(self._config.sandbox, self._config.run.name)
 
     def _resolve(self, stack: AsyncExitStack) -> None:
         """Start the embedded store, choose the engine's port and write the config that the roles read."""
@@ -225,7 +231,7 @@ class _Run:
             for worker in workers:
                 if (code := worker.poll()) is not None:
                     self._count_restart(worker, code)
-                    reap(self._config.run.name)
+                    self._reap()
                     worker.start_again()
             if self._engine_death is not None and self._engine_death.done():
                 await self._replace_engine(str(self._engine_death.exception()))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,24 +18,42 @@ BoolArray = npt.NDArray[np.bool_]
 RowArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 
+class Source(StrEnum):
+    """Where a task comes from: what its image holds, how it is set up and how it is graded."""
+
+    OFFLINE = "offline"  # built here from sdists
+    R2E = "r2e"  # R2E-Gym
+    SWE_BENCH = "swe-bench"
+    SWE_SMITH = "swe-smith"
+    HARBOR = "harbor"  # a folder with task.toml
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One software-engineering task. The hidden tests are not in the agent's container.
 
-    `hidden_tests_dir` is a folder on this host that is copied into the grading container as `<workdir>/r2e_tests`;
-    None means the image itself carries them at `/r2e_tests` (R2E-Gym), and set-up removes them for the agent.
+    `hidden_tests_dir` is a folder on this host that is copied into the grading container, as `<workdir>/r2e_tests`, or
+    `/tests` for a Harbor task. Where it is None the image itself carries the tests, at `/r2e_tests` (R2E-Gym) or as
+    `test_files` of its repository (SWE-smith), and set-up removes them for the agent.
     """
 
     id: str
-    dataset: str  # "offline", "r2e", or the file it came from
+    dataset: str  # "offline", "r2e", or the file or folder it came from
     repo: str
     image: str
     problem_statement: str
     expected: Mapping[str, str]  # test name -> PASSED | FAILED | ERROR
     test_command: str  # run in workdir with bash
-    gold_patch: str  # unified diff against the image's state
+    gold_patch: str  # unified diff against what the agent finds; empty where there is none
     workdir: str = "/testbed"
     hidden_tests_dir: Path | None = None
+    source: Source = Source.R2E
+    network: bool = False  # the agent's sandbox may reach the internet
+    bug_patch: str = ""  # makes the image's repository the task's, for the agent and for grading (SWE-smith)
+    test_files: tuple[str, ...] = ()  # the repository's own files that are the hidden tests (SWE-smith)
+    other_tests: bool = False  # the run may report tests that `expected` does not name; names are whole node ids
+    test_timeout_s: float | None = None  # instead of the config's grading.timeout_s
+    solution_dir: Path | None = None  # Harbor's solution/, in place of a gold patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +146,25 @@ class TrajectoryGroup:
     infra_failures: Mapping[str, int] = field(default_factory=dict)  # kind -> count
 
 
+Outcome = Literal["passed", "failed", "unapplied", "too_large", "timeout", "ended_early", "tampered"]
+
+
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The hidden tests' verdict on one patch."""
+    """The hidden tests' verdict on one patch.
+
+    `outcome`: the tests came out as expected or not; the patch does not apply or is larger than allowed; the tests
+    ran out of time; their process ended before its report did; what came back is not what an honest run gives.
+    """
 
     reward: float
     statuses: Mapping[str, str]
-    reason: str  # one line: "all 68 as expected", "2 of 68 differ: ...", "exit status 124: timed out after 300 s"
+    reason: str  # one line: "all 68 as expected", "2 of 68 differ: ...", "timed out after 300 s"
     seconds: float
     cached: bool = False
+    outcome: Outcome = "failed"
+    left_out: tuple[str, ...] = ()  # paths of the patch that no patch may change
+    flaky: bool = False  # several runs of the same tests disagreed
 
 
 @dataclass(frozen=True, slots=True)

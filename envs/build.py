@@ -155,6 +155,10 @@ class _Work:
             run = await run_hidden_tests(sandbox, draft, draft.gold_patch.encode(), _RUN_TIMEOUT_S)
         finally:
             await sandbox.close()
+        if run.left_out:
+            raise DataError(f"task {task.task_id}: no patch may change {', '.join(run.left_out)}; see src_files")
+        if run.outcome is not None:
+            raise DataError(f"task {task.task_id}: the tests of the fixed release: {run.outcome}: {run.problem}")
         found = dict(run.statuses)
         counts = dict(Counter(found.values()))
         unfixed = [name for name in task.f2p if found.get(name) != "PASSED"]
@@ -239,6 +243,7 @@ def _row(task: OfflineTask, place: _Place, buggy: Path, fixed: Path) -> dict[str
         "instance_id": task.task_id,
         "test_command": TEST_COMMAND,
         "hidden_tests_dir": f"../tasks/{place.folder.name}/{TESTS}",
+        "test_timeout_s": task.test_timeout_s,
     }
 
 

@@ -1,4 +1,4 @@
-"""Task datasets: our offline tasks, files of R2E-Gym rows (parquet, JSON, JSONL) and hub ids."""
+"""Task datasets: our offline tasks, folders of Harbor tasks, files of rows (parquet, JSON, JSONL) and hub ids."""
 
 import difflib
 import json
@@ -11,8 +11,9 @@ from typing import Any
 import structlog
 
 from agent_r3.config import TasksConfig
+from agent_r3.envs.harbor import harbor_tasks
 from agent_r3.envs.offline import built_rows, is_offline_spec, offline_spec_path, read_spec
-from agent_r3.envs.rows import COLUMNS, Origin, task_from_row
+from agent_r3.envs.rows import COLUMNS, Origin, tasks_from_rows
 from agent_r3.envs.verify import known_verifications
 from agent_r3.errors import DataError, boundary
 from agent_r3.types import Task
@@ -28,11 +29,7 @@ def load_tasks(config: TasksConfig) -> list[Task]:
 
     Raises DataError for a file that is not there, a row that is malformed, a duplicate or an unknown id.
     """
-    spec = _task_file(config.dataset)
-    if spec:
-        _require_built(spec, config)
-    rows = _file_rows(built_rows(spec), "offline") if spec else _rows(config)
-    tasks = [task_from_row(row, origin) for row, origin in rows]
+    tasks = _tasks(config)
     known: dict[str, Task] = {}
     for task in tasks:
         if task.id in known:
@@ -59,6 +56,17 @@ def _only_sound(tasks: list[Task], path: Path) -> list[Task]:
     if not sound:
         raise DataError(f"tasks.verified: {path} calls none of the {len(tasks)} chosen tasks sound")
     return sound
+
+
+def _tasks(config: TasksConfig) -> list[Task]:
+    """Every task of the dataset."""
+    folder = Path(config.dataset)
+    if folder.is_dir() and config.dataset != "offline":
+        return harbor_tasks(folder)
+    spec = _task_file(config.dataset)
+    if spec:
+        _require_built(spec, config)
+    return list(tasks_from_rows(_file_rows(built_rows(spec), "offline") if spec else _rows(config)))
 
 
 def _require_known(ids: Iterable[str], known: Mapping[str, Task], key: str, dataset: str) -> None:
@@ -100,8 +108,8 @@ def _rows(config: TasksConfig) -> Iterator[tuple[Mapping[str, Any], Origin]]:
         yield from _hub_rows(config.dataset, config.split)
     else:
         raise DataError(
-            f"tasks.dataset {config.dataset!r} is neither `offline`, a {'/'.join(_SUFFIXES)} file "
-            "nor a hub id (owner/name)"
+            f"tasks.dataset {config.dataset!r} is neither `offline`, a {'/'.join(_SUFFIXES)} file, "
+            "a folder of Harbor tasks nor a hub id (owner/name)"
         )
 
 

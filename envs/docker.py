@@ -1,24 +1,22 @@
 """The Docker engine: is it there, which containers are left over, how one is removed. All calls here block."""
 
-import os
-import socket
+import contextlib
 import time
-from pathlib import Path
 
 import docker
 import structlog
 from docker.errors import APIError, DockerException, NotFound
-from docker.utils import kwargs_from_env
+from docker.utils import kwargs_from_env, parse_bytes
 from requests.exceptions import RequestException
 
-from agent_r3.errors import UserError
+from agent_r3.envs.docker_faults import FAULTS
+from agent_r3.envs.owners import has_ended
+from agent_r3.errors import ConfigError, UserError
 
 log = structlog.get_logger(__name__)
 
-FAULTS = (DockerException, RequestException, OSError)  # what the SDK raises when the engine is gone or refuses
-
 RUN_LABEL = "agent_r3.run"
-OWNER_LABEL = "agent_r3.owner"  # NAME@HOST:PID:START, START being the process's start time in ticks since boot
+OWNER_LABEL = "agent_r3.owner"
 DEADLINE_LABEL = "agent_r3.deadline"  # Unix time after which nobody can still want the container
 
 _GONE_S = 10  # a container that has not gone by itself by then is removed by force
@@ -40,6 +38,14 @@ def connect(timeout_s: int = 30) -> docker.APIClient:
     return api
 
 
+def config_bytes(key: str, text: str) -> int:
+    """A size of the config, such as `2g`, in bytes. Raises ConfigError."""
+    try:
+        return int(parse_bytes(text))
+    except DockerException as exc:
+        raise ConfigError(f"sandbox.{key}: `{text}` is not a size; write a number and b, k, m or g, like 2g") from exc
+
+
 def docker_problem() -> str | None:
     """One line on why Docker cannot be used and what to do about it; None where it can."""
     try:
@@ -54,28 +60,36 @@ def require_docker() -> None:
     connect(10).close()
 
 
-def owner_label(name: str) -> str:
-    """Names this process so that `reap`, in another one, can tell whether it still runs."""
-    return f"{name}@{socket.gethostname()}:{os.getpid()}:{_start_ticks(os.getpid())}"
-
-
 def reap(run: str | None) -> int:
     """Remove left-over containers of `run`, of every run for None, and return their number.
 
-    Left over is one whose owner process on this host has ended, or whose deadline has passed. Where the engine does
-    not answer, nothing can be removed, and that is logged.
+    Left over is one whose owner process on this host has ended, or whose deadline has passed. What cannot be removed is
+    logged.
     """
+    try:
+        api = connect()
+    except UserError as exc:
+        log.warning("left-over containers not removed", run=run, error=str(exc))
+        return 0
+    with contextlib.closing(api):
+        return remove_left_over(api, run)
+
+
+def remove_left_over(api: docker.APIClient, run: str | None) -> int:
+    """As `reap`, with a client that is there already."""
     label = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
     removed = 0
     try:
-        api = connect()
-        for container in api.containers(all=True, filters={"label": label}):
-            if _left_over(container["Labels"]):
-                force_removal(api, container["Id"])
-                removed += 1
-        api.close()
-    except (UserError, *FAULTS) as exc:
+        found = [c for c in api.containers(all=True, filters={"label": label}) if _left_over(c["Labels"])]
+    except FAULTS as exc:
         log.warning("left-over containers not removed", run=run, error=str(exc))
+        return 0
+    for container in found:
+        try:
+            force_removal(api, container["Id"])
+            removed += 1
+        except FAULTS as exc:
+            log.warning("a left-over container was not removed", container=container["Names"], error=str(exc))
     return removed
 
 
@@ -89,16 +103,17 @@ def await_removal(api: docker.APIClient, name: str) -> None:
         force_removal(api, name)
 
 
-def force_removal(api: docker.APIClient, name: str) -> None:
-    """Kill and remove a container; nothing happens when it is not there. Returns when it is gone."""
+def force_removal(api: docker.APIClient, name: str) -> bool:
+    """Kill and remove a container; returns when it is gone. False when it was not there."""
     try:
         api.remove_container(name, force=True, v=True)
     except NotFound:
-        return
+        return False
     except APIError as exc:
         if exc.status_code != 409:  # 409: auto_remove got there first and is at it
             raise
         _wait_until_gone(api, name)
+    return True
 
 
 def _wait_until_gone(api: docker.APIClient, name: str) -> None:
@@ -111,14 +126,4 @@ def _wait_until_gone(api: docker.APIClient, name: str) -> None:
 def _left_over(labels: dict[str, str]) -> bool:
     if time.time() > float(labels.get(DEADLINE_LABEL, "inf")):
         return True
-    host, pid, ticks = labels[OWNER_LABEL].rpartition("@")[2].rsplit(":", 2)
-    return host == socket.gethostname() and _start_ticks(int(pid)) != ticks
-
-
-def _start_ticks(pid: int) -> str | None:
-    """The start time of a running process, None for one that has ended (a zombie has)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else fields[19]
+    return has_ended(labels[OWNER_LABEL])

@@ -3,16 +3,23 @@
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from agent_r3.config import GradingConfig
-from agent_r3.envs.hidden_tests import PytestRun, run_hidden_tests
-from agent_r3.envs.sandbox import FileMissingError, SandboxProvider
-from agent_r3.errors import GradingError, SandboxError
-from agent_r3.types import Grade, Task
+import structlog
 
+from agent_r3.config import GradingConfig
+from agent_r3.envs.harbor_grading import grade_harbor
+from agent_r3.envs.hidden_tests import HiddenRun, run_hidden_tests
+from agent_r3.envs.sandbox import FileMissingError, Sandbox, SandboxProvider
+from agent_r3.envs.signed_report import difference
+from agent_r3.errors import DataError, GradingError, InfraError
+from agent_r3.types import Grade, Source, Task
+
+log = structlog.get_logger(__name__)
+
+_BACK_OFF_S = 0.5  # before the first retry; doubled for each further one
 _SHARED_GRADES = 4_096  # grades kept for reuse: a run's recent groups many times over
 _SHOWN = 3
 
@@ -30,12 +37,14 @@ class Grader:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._shared: OrderedDict[tuple[str, bytes], Grade] = OrderedDict()
         self._running: dict[tuple[str, bytes], _Turnstile] = {}
+        self._open_images: set[str] = set()
 
     async def grade(self, task: Task, patch: bytes) -> Grade:
         """Reward 1 if the hidden tests give exactly the expected statuses, else 0.
 
-        A patch that does not apply or tests that time out are the agent's failure: reward 0 with the reason. Raises
-        GradingError for whatever is not.
+        A patch that does not apply, tests that run out of time and a run that is not an honest one are the agent's
+        failure: reward 0 with the reason. Raises GradingError for whatever is not, after `retries` more tries, and
+        DataError for a task that cannot be graded.
         """
         if not self._config.reuse:
             return await self._grade(task, patch)
@@ -61,66 +70,68 @@ class Grader:
                 del self._running[key]
 
     async def _grade(self, task: Task, patch: bytes) -> Grade:
-        async with self._slots:
-            with _as_grading_error(task):
-                sandbox = await self._provider.acquire_for_grading(task)
-                try:
-                    run = await run_hidden_tests(sandbox, task, patch, self._config.timeout_s)
-                finally:
-                    await sandbox.close()
-        reason = objection(run, task.expected, self._config.timeout_s)
-        return Grade(
-            reward=0.0 if reason else 1.0,
-            statuses=run.statuses,
-            reason=reason or f"all {len(task.expected)} as expected",
-            seconds=run.seconds,
-        )
+        if len(patch) > self._config.max_patch_bytes:
+            reason = f"the patch has {len(patch)} bytes, at most {self._config.max_patch_bytes} are graded"
+            return Grade(0.0, {}, reason, 0.0, outcome="too_large")
+        grades = [await self._grade_with_retries(task, patch) for _ in range(self._config.runs)]
+        worst = min(grades, key=lambda grade: grade.reward)
+        flaky = any((grade.outcome, grade.statuses) != (worst.outcome, worst.statuses) for grade in grades)
+        return replace(worst, flaky=flaky, seconds=sum(grade.seconds for grade in grades))
+
+    async def _grade_with_retries(self, task: Task, patch: bytes) -> Grade:
+        """One grade. Failures that are ours are tried again in fresh sandboxes; then raises GradingError."""
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                await asyncio.sleep(_BACK_OFF_S * 2 ** (attempt - 1))
+            try:
+                async with self._slots:
+                    return await self._grade_once(task, patch)
+            except (InfraError, FileMissingError, OSError) as exc:
+                failure: Exception = exc
+                log.warning("grading failed", task=task.id, attempt=attempt, error=str(exc))
+        if isinstance(failure, GradingError):
+            raise failure
+        raise GradingError(f"grade {task.id}: {failure}") from failure
+
+    async def _grade_once(self, task: Task, patch: bytes) -> Grade:
+        timeout_s = task.test_timeout_s or self._config.timeout_s
+        if task.source is Source.SWE_BENCH:
+            raise DataError(f"task {task.id} is of SWE-bench; it is graded by `agent-r3 eval`")
+        if task.source is Source.HARBOR:
+            return await grade_harbor(lambda: self._provider.acquire_for_grading(task), task, patch, timeout_s)
+        sandbox = await self._provider.acquire_for_grading(task)
+        try:
+            self._warn_if_open(sandbox, task)
+            return judge(await run_hidden_tests(sandbox, task, patch, timeout_s), task)
+        finally:
+            await sandbox.close()
+
+    def _warn_if_open(self, sandbox: Sandbox, task: Task) -> None:
+        if not sandbox.protected and task.image not in self._open_images:
+            self._open_images.add(task.image)
+            log.warning("tests could answer in the runner's place: the image has no usable Python", image=task.image)
 
 
-def objection(run: PytestRun, expected: Mapping[str, str], timeout_s: float) -> str | None:
-    """Why a run does not earn the reward, in one line; None when it does. Pure.
-
-    The exit status and pytest's own report must agree with the statuses: a summary can be printed by anyone.
-    """
-    if run.unapplied is not None:
-        return f"the patch does not apply: {run.unapplied}"
-    if run.timed_out:
-        return f"exit status {run.exit_code}: timed out after {timeout_s:g} s"
-    if difference := _difference(run.statuses, expected):
-        return f"{difference} (exit status {run.exit_code})"
-    clean = all(status == "PASSED" for status in expected.values())
-    # 2: pytest stops with "Interrupted" when a file could not be collected, whose name is "".
-    fitting = {0} if clean else {1, 2} if "" in expected else {1}
-    if run.exit_code not in fitting:
-        return f"exit status {run.exit_code} does not fit the summary, which is as expected"
-    if run.reported_bad is None:
-        return "pytest wrote no report: its process was ended early"
-    if clean != (run.reported_bad == 0):
-        return f"pytest's report counts {run.reported_bad} failures and errors, the summary is as expected"
-    return None
-
-
-def _difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str | None:
-    names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    if not names:
-        return None
-    shown = ", ".join(
-        f"{name or 'a file that could not be collected'} {found.get(name, 'missing')} "
-        f"instead of {expected.get(name, 'absent')}"
-        for name in names[:_SHOWN]
+def judge(run: HiddenRun, task: Task) -> Grade:
+    """Reward 1 for a whole, honest run whose statuses are exactly the expected ones. Pure."""
+    if run.outcome is not None:
+        reason = f"the patch does not apply: {run.problem}" if run.outcome == "unapplied" else run.problem
+        return Grade(0.0, {}, reason, run.seconds, outcome=run.outcome, left_out=run.left_out)
+    found = run.statuses
+    if task.other_tests:
+        found = {name: status for name, status in found.items() if name in task.expected}
+    wrong = difference(found, task.expected, _SHOWN)
+    return Grade(
+        reward=0.0 if wrong else 1.0,
+        statuses=run.statuses,
+        reason=wrong or f"all {len(task.expected)} as expected",
+        seconds=run.seconds,
+        outcome="failed" if wrong else "passed",
+        left_out=run.left_out,
     )
-    return f"{len(names)} of {len(expected)} differ: {shown}{', ...' if len(names) > _SHOWN else ''}"
 
 
 @dataclass(slots=True)
 class _Turnstile:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
-
-
-@contextmanager
-def _as_grading_error(task: Task) -> Iterator[None]:
-    try:
-        yield
-    except (SandboxError, FileMissingError, OSError) as exc:
-        raise GradingError(f"grade {task.id}: {exc}") from exc

@@ -1,102 +1,193 @@
-"""One run of a task's hidden tests in a fresh container: patch, then tests, then pytest."""
+"""One run of a task's hidden tests in a fresh container: patch, then tests, then pytest under our launcher."""
 
+import hashlib
 import io
+import json
 import secrets
+import shlex
 import tarfile
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent_r3.envs.sandbox import FileMissingError, Sandbox
-from agent_r3.envs.summary import parse_summary
-from agent_r3.errors import GradingError
-from agent_r3.types import Task
+from agent_r3.envs import pytest_launcher
+from agent_r3.envs.canaries import Canaries, make_canaries
+from agent_r3.envs.patches import TESTS as TESTS
+from agent_r3.envs.patches import apply_patch, scratch_folder
+from agent_r3.envs.pytest_command import PytestCommand, UnknownCommandError, parse_command
+from agent_r3.envs.sandbox import ExecResult, FileMissingError, Sandbox
+from agent_r3.envs.signed_report import NotBegunError, Report, UnfairError, read_report, statuses
+from agent_r3.envs.whole_patch import apply_whole
+from agent_r3.errors import DataError, GradingError
+from agent_r3.types import Outcome, Task
 
-TESTS = "r2e_tests"
 _STEP_TIMEOUT_S = 120.0
-_OUTPUT_BYTES = 16 << 20  # head and tail of the log are kept: the summary stands at the end
+_OUTPUT_BYTES = 1 << 20  # for people; nothing is read from it
+_REPORT_BYTES = 64 << 20
+_LISTING_BYTES = 16 << 20
+_LARGEST_TEST_FILE = 64 << 20
+_LAUNCHER = Path(pytest_launcher.__file__).read_bytes()
+
+# Tools of the system before any that stand on PATH for the task: those may lie in the repository.
+_OWN_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:$PATH"
+
+# A plain file stands where Python and pytest would keep compiled modules: what runs is what stands in the source.
+# Reported are the names of the top-level modules, "--", and then the hash of every file.
+_SETTLE = f"""
+find {TESTS} -name __pycache__ -prune -exec rm -rf {{}} +
+{{ echo {TESTS}; find {TESTS} -type f -name '*.py' -printf '%h\\n'; }} | sort -u | while IFS= read -r folder; do
+    : >"$folder/__pycache__"
+done
+find {TESTS} -maxdepth 1 -type f -name '*.py' -printf '%f\\0' >&3
+printf -- '--\\0' >&3
+"""
+_HASH = "find {places} -type f -print0 | xargs -0 sha256sum -z -- >&3\n"
 
 
 @dataclass(frozen=True, slots=True)
-class PytestRun:
-    """What pytest did. `unapplied` is git's complaint when the patch did not apply; then nothing was run."""
+class HiddenRun:
+    """What came of the hidden tests. `outcome` is None where they ran to the end and `statuses` are the verdict."""
 
     statuses: Mapping[str, str]
     exit_code: int
-    timed_out: bool
-    reported_bad: int | None  # failures and errors in pytest's own report; None when it wrote none
     output: str
     seconds: float
-    unapplied: str | None = None
+    outcome: Outcome | None = None
+    problem: str = ""  # why it is no verdict
+    left_out: tuple[str, ...] = ()
 
 
-async def run_hidden_tests(sandbox: Sandbox, task: Task, patch: bytes, timeout_s: float) -> PytestRun:
+async def run_hidden_tests(sandbox: Sandbox, task: Task, patch: bytes, timeout_s: float) -> HiddenRun:
     """Apply `patch` to the fresh repository, put the hidden tests in, run them.
 
-    Raises SandboxError from the sandbox, GradingError when a step of ours fails.
+    Raises DataError for a test command of another form, SandboxError from the sandbox, GradingError when a step of
+    ours fails.
     """
     started = time.perf_counter()
-    if patch.strip() and (complaint := await _apply(sandbox, task, patch)) is not None:
-        return PytestRun({}, 1, False, None, complaint, time.perf_counter() - started, unapplied=complaint)
-    await _put_tests(sandbox, task)
-    report = f"/tmp/{secrets.token_hex(16)}.xml"
+    command = _command_of(task)
+    if task.bug_patch and (complaint := await apply_whole(sandbox, task, task.bug_patch.encode())) is not None:
+        raise DataError(f"task {task.id}: its bug does not apply to image {task.image}: {complaint}")
+    applied = await apply_patch(sandbox, task, patch)
+    if applied.refused is not None:
+        took = time.perf_counter() - started
+        return HiddenRun({}, 1, "", took, applied.outcome, applied.refused, applied.left_out)
+    names, hashes = await _put_tests(sandbox, task)
+    canaries = make_canaries(names)
+    source = canaries.source.encode()
+    await sandbox.put(f"{task.workdir}/{TESTS}/{canaries.file}", source)
+    hashes[f"{TESTS}/{canaries.file}"] = hashlib.sha256(source).hexdigest()
+    key = secrets.token_bytes(pytest_launcher.KEY_BYTES)
+    result = await _launch(sandbox, task, command, canaries, key, timeout_s)
+    verdict: Mapping[str, str] = {}
+    outcome: Outcome | None = None
+    problem = ""
+    try:
+        report = _read(task, result, key, timeout_s)
+        _check_canaries(canaries, report)
+        await _check_unchanged(sandbox, task, hashes)
+        verdict = statuses((r for r in report.records if not canaries.holds(r)), whole_ids=task.other_tests)
+    except UnfairError as exc:
+        outcome, problem = exc.outcome, str(exc)
+    return HiddenRun(
+        verdict, result.exit_code, result.text, time.perf_counter() - started, outcome, problem, applied.left_out
+    )
+
+
+def _command_of(task: Task) -> PytestCommand:
+    try:
+        return parse_command(task.test_command)
+    except UnknownCommandError as exc:
+        raise DataError(
+            f"task {task.id}: its test command is not of the form `[VAR=value ...] [xvfb-run options] python [options] "
+            f"-m pytest arguments`: {exc}"
+        ) from exc
+
+
+async def _put_tests(sandbox: Sandbox, task: Task) -> tuple[list[str], dict[str, str]]:
+    """Put the hidden tests in. Returns the names of their top-level modules, and {path in the workdir: SHA-256}."""
+    if task.hidden_tests_dir is not None:
+        archive = f"{scratch_folder()}.tar"
+        await sandbox.put(archive, pack_tests(task.hidden_tests_dir))
+        bring = f"mkdir {TESTS}; tar -xf {archive} -C {TESTS}; rm {archive}"
+    elif task.test_files:
+        bring = f"mkdir {TESTS}"  # they are the repository's own, and no patch changes them
+    else:
+        bring = f"cp -r /{TESTS} {TESTS}"
+    places = shlex.join([TESTS, *task.test_files])
     result = await sandbox.exec(
-        f'export PYTEST_ADDOPTS="$PYTEST_ADDOPTS --junitxml={report}"; {task.test_command}',
+        f"set -euo pipefail; {_OWN_PATH}; rm -rf {TESTS}; {bring}\n{_SETTLE}{_HASH.format(places=places)}",
+        timeout_s=_STEP_TIMEOUT_S,
+        cwd=task.workdir,
+        max_report_bytes=_LISTING_BYTES,
+    )
+    if result.exit_code != 0:
+        said = " ".join(result.text.split())[-300:]
+        raise GradingError(f"grade {task.id}: put the hidden tests in: exit status {result.exit_code}: {said}")
+    entries = [entry.decode(errors="surrogateescape") for entry in result.report.split(b"\0")[:-1]]
+    border = entries.index("--")
+    hashes = {path: digest for digest, path in (entry.split("  ", 1) for entry in entries[border + 1 :])}
+    return entries[:border], hashes
+
+
+async def _launch(
+    sandbox: Sandbox, task: Task, command: PytestCommand, canaries: Canaries, key: bytes, timeout_s: float
+) -> ExecResult:
+    launcher = f"{scratch_folder()}/launcher.py"
+    await sandbox.put(launcher, _LAUNCHER)
+    arguments = list(command.arguments)
+    if not any(argument.rstrip("/") == TESTS for argument in arguments):
+        arguments.append(f"{TESTS}/{canaries.file}")
+    return await sandbox.exec(
+        command.launch(launcher),
         timeout_s=timeout_s,
         cwd=task.workdir,
         max_output_bytes=_OUTPUT_BYTES,
-    )
-    return PytestRun(
-        statuses=parse_summary(result.text),
-        exit_code=result.exit_code,
-        timed_out=result.timed_out,
-        reported_bad=None if result.timed_out else await _reported_bad(sandbox, report),
-        output=result.text,
-        seconds=time.perf_counter() - started,
+        stdin=key + json.dumps({"arguments": arguments}).encode(),
+        max_report_bytes=_REPORT_BYTES,
     )
 
 
-async def _apply(sandbox: Sandbox, task: Task, patch: bytes) -> str | None:
-    """git's complaint, or None. Changes to the place of the hidden tests are left out: they would be overwritten."""
-    await sandbox.put("/tmp/agent.patch", patch)
-    result = await sandbox.exec(
-        "git -c safe.directory='*' apply --whitespace=nowarn "
-        f"--exclude='{TESTS}' --exclude='{TESTS}/*' /tmp/agent.patch",
-        timeout_s=_STEP_TIMEOUT_S,
-        cwd=task.workdir,
-    )
-    if result.exit_code == 0:
-        return None
-    if result.exit_code not in (1, 128):  # git's codes for a patch it refuses
-        raise GradingError(f"grade {task.id}: git apply ended with {result.exit_code}: {_end(result.text)}")
-    return _end(result.text)
-
-
-async def _put_tests(sandbox: Sandbox, task: Task) -> None:
-    if task.hidden_tests_dir is None:
-        bring = f"cp -r /{TESTS} {TESTS}"
-    else:
-        await sandbox.put("/tmp/hidden_tests.tar", _packed(task.hidden_tests_dir))
-        bring = f"mkdir {TESTS} && tar -xf /tmp/hidden_tests.tar -C {TESTS} && rm /tmp/hidden_tests.tar"
-    result = await sandbox.exec(f"rm -rf {TESTS} && {bring}", timeout_s=_STEP_TIMEOUT_S, cwd=task.workdir)
-    if result.exit_code != 0:
-        raise GradingError(
-            f"grade {task.id}: put the hidden tests in: exit status {result.exit_code}: {_end(result.text)}"
-        )
-
-
-async def _reported_bad(sandbox: Sandbox, report: str) -> int | None:
-    """Failures and errors as pytest's JUnit report counts them: a process that ends itself early leaves no report."""
+def _read(task: Task, result: ExecResult, key: bytes, timeout_s: float) -> Report:
+    """Raises UnfairError; GradingError where the tests' process failed before anything of the repository could run."""
+    if len(result.report) > _REPORT_BYTES:
+        raise UnfairError("tampered", f"the report has more than {_REPORT_BYTES} bytes")
+    if result.timed_out and result.report:
+        raise UnfairError("timeout", f"exit status {result.exit_code}: timed out after {timeout_s:g} s")
     try:
-        root = ET.fromstring(await sandbox.get(report))
-    except (FileMissingError, OSError, ET.ParseError):
-        return None
-    return sum(int(suite.get(kind, 0)) for suite in root.iter("testsuite") for kind in ("failures", "errors"))
+        return read_report(result.report, key, result.exit_code)
+    except NotBegunError:
+        said = " ".join(result.text.split())[-300:]
+        raise GradingError(
+            f"grade {task.id}: pytest did not start in {result.seconds:.1f} s, exit status {result.exit_code}: {said}"
+        ) from None
 
 
-def _packed(folder: Path) -> bytes:
+def _check_canaries(canaries: Canaries, report: Report) -> None:
+    """Raises UnfairError when a test that must fail did not, or pytest gave up or did not notice."""
+    if report.exit_status not in (0, 1) and not report.interrupted:
+        raise UnfairError("failed", f"pytest gave up with exit status {report.exit_status}")
+    own = [record for record in report.records if canaries.holds(record)]
+    if report.interrupted and not own:
+        return  # a file could not be collected, so that no test was run
+    if problem := canaries.problem(own):
+        raise UnfairError("tampered", problem)
+    if report.exit_status != 1:
+        raise UnfairError("tampered", f"exit status {report.exit_status} though tests failed")
+
+
+async def _check_unchanged(sandbox: Sandbox, task: Task, hashes: Mapping[str, str]) -> None:
+    """Raises UnfairError when a file of the hidden tests is not what was put there."""
+    for path, digest in hashes.items():
+        try:
+            data = await sandbox.get(f"{task.workdir}/{path}", max_bytes=_LARGEST_TEST_FILE)
+        except (FileMissingError, OSError) as exc:
+            raise UnfairError("tampered", f"the run removed the hidden tests' {path}: {exc}") from exc
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise UnfairError("tampered", f"the run changed the hidden tests' {path}")
+
+
+def pack_tests(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(folder.iterdir()):
@@ -107,7 +198,3 @@ def _packed(folder: Path) -> bytes:
 def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     return entry
-
-
-def _end(text: str) -> str:
-    return " ".join(text.split())[-300:]

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent_r3.envs.cache import cache_dir
 from agent_r3.errors import DataError, boundary
@@ -46,6 +46,8 @@ class OfflineTask(BaseModel):
     """Tests that fail before the fix and pass after it."""
     status_counts: dict[str, int]
     """Statuses that the fixed release reports."""
+    test_timeout_s: float | None = Field(default=None, gt=0)
+    """Wall time of its tests, in place of `grading.timeout_s`: short for a task whose buggy release hangs."""
 
 
 def offline_spec_path(source: str) -> Path:

@@ -1,40 +1,38 @@
 """Fresh sandboxes for episodes and gradings, some of them started ahead of need, whatever host they run on."""
 
 import asyncio
-import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
-
-import structlog
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.envs.sandbox import SandboxProvider
+from agent_r3.envs.warm import Shelf, Start, close_unwanted
 from agent_r3.errors import SandboxError
 from agent_r3.types import Task
-
-log = structlog.get_logger(__name__)
-
-_STALE_S = 30.0  # a warm container that no plan has named for so long makes room for one that the plan names
-
-Key = tuple[str, str]  # image, workdir: all that a set-up container depends on
 
 
 class Host(Protocol):
     """Starts sandboxes and sees them off: the Docker engine, or bwrap on this machine."""
 
     async def require_image(self, task: Task) -> None:
-        """Have the task's image here. Raises DataError when it cannot be had, SandboxError when that failed."""
+        """See that the task's image is here or on its way. Raises DataError when it cannot be had, SandboxError."""
         ...
 
     async def start(self, task: Task) -> RunnerSandbox:
         """A started sandbox whose runner answers. Not to be cancelled. Raises DataError, SandboxError."""
         ...
 
-    async def maintain(self, sandboxes: Collection[RunnerSandbox]) -> None:
-        """Called every `watch_s`: end sandboxes that outgrew their limits, remove what was left over. Never raises."""
+    async def maintain(self, sandboxes: Collection[RunnerSandbox], planned: Collection[Task]) -> None:
+        """Called at the first start and every `watch_s`: end sandboxes that outgrew their limits, remove left-overs.
+
+        Images of `planned` are wanted next. Never raises.
+        """
+        ...
+
+    def hurry(self) -> None:
+        """The pool is closing: give up what is still waited for, such as an engine that is away."""
         ...
 
     async def close(self) -> None:
@@ -42,30 +40,21 @@ class Host(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Warm:
-    """A container started ahead of need; `start` may still be under way."""
-
-    key: Key
-    start: asyncio.Task[RunnerSandbox]
-    named_at: float
-
-    @property
-    def usable(self) -> bool:
-        if not self.start.done():
-            return True
-        return not self.start.cancelled() and self.start.exception() is None and self.start.result().alive
-
-
 class SandboxPool(SandboxProvider):
-    """Sandboxes are single-use; at most `config.warm` wait for use. Usable as an async context manager."""
+    """Sandboxes are single-use. Usable as an async context manager.
+
+    Of the plan, `config.warm` sandboxes wait for use, set up for the agent. A quarter of that number, rounded up, wait
+    as their images are, for the gradings to come: of the agents that are at work first, then of the plan.
+    """
 
     def __init__(self, host: Host, config: SandboxConfig) -> None:
         self._config = config
         self._host = host
         self._plan: list[Task] = []
-        self._warm: list[_Warm] = []
-        self._starts: set[asyncio.Task[RunnerSandbox]] = set()
+        self._ready = Shelf(config.warm, _set_up_facts, lambda task: self._start(task, for_agent=True))
+        self._raw = Shelf(-(-config.warm // 4), _start_facts, lambda task: self._start(task, for_agent=False))
+        self._at_work: list[RunnerSandbox] = []  # handed out to agents, in that order
+        self._starts: set[Start] = set()
         self._open: set[RunnerSandbox] = set()
         self._closing = False
         self._maintenance: asyncio.Task[None] | None = None
@@ -82,7 +71,7 @@ class SandboxPool(SandboxProvider):
         """Make `tasks` the plan; a task stands in it once for each container that will be wanted.
 
         Containers of an earlier plan stay a while, since those who asked for it may be about to come for them.
-        Raises DataError for an image that is not there.
+        Raises DataError for an image that is not there and cannot be pulled; one that can is pulled in the background.
         """
         by_image = {task.image: task for task in tasks}
         await asyncio.gather(*map(self._host.require_image, by_image.values()))
@@ -91,17 +80,22 @@ class SandboxPool(SandboxProvider):
 
     async def acquire(self, task: Task) -> RunnerSandbox:
         """A fresh sandbox set up for the agent: a warm one, else one is started. Raises DataError, SandboxError."""
-        key = _key(task)
-        planned = next((i for i, other in enumerate(self._plan) if _key(other) == key), None)
+        facts = _set_up_facts(task)
+        planned = next((i for i, other in enumerate(self._plan) if _set_up_facts(other) == facts), None)
         if planned is not None:
             del self._plan[planned]
-        start = self._take_warm(key) or self._start(task, for_agent=True)
+        start = self._ready.take(task) or self._start(task, for_agent=True)
         self._fill()
-        return await self._hand_out(start)
+        sandbox = await self._hand_out(start, task)
+        self._at_work.append(sandbox)
+        self._fill()
+        return sandbox
 
     async def acquire_for_grading(self, task: Task) -> RunnerSandbox:
         """A fresh sandbox as its image is. Raises DataError, SandboxError."""
-        return await self._hand_out(self._start(task, for_agent=False))
+        start = self._raw.take(task) or self._start(task, for_agent=False)
+        self._fill()
+        return await self._hand_out(start, task)
 
     async def close(self) -> None:
         """Remove every container of this pool, those handed out too. Idempotent; finishes even when cancelled."""
@@ -116,22 +110,24 @@ class SandboxPool(SandboxProvider):
 
     async def _maintain(self) -> None:
         while True:
+            await self._host.maintain([sandbox for sandbox in self._open if sandbox.alive], list(self._plan))
             await asyncio.sleep(self._config.watch_s)
-            await self._host.maintain([sandbox for sandbox in self._open if sandbox.alive])
 
     async def _end(self) -> None:
         if self._maintenance is not None:
             self._maintenance.cancel()
             await asyncio.wait([self._maintenance])
+        self._host.hurry()
         while self._starts:
             await asyncio.wait(self._starts)
         for sandbox in self._open:
             sandbox.close_nowait()
-        self._open.clear()
-        self._warm.clear()
+        self._ready.clear()
+        self._raw.clear()
         await self._host.close()
+        self._open.clear()  # not earlier: until its stream has ended, a sandbox's reading task must not be collected
 
-    def _start(self, task: Task, *, for_agent: bool) -> asyncio.Task[RunnerSandbox]:
+    def _start(self, task: Task, *, for_agent: bool) -> Start:
         """Start a container in a task of its own, so that whoever waits for it may be cancelled and nothing is lost."""
         if self._closing:
             raise SandboxError(f"no container for task {task.id}: the pool is closed")
@@ -153,58 +149,28 @@ class SandboxPool(SandboxProvider):
                 raise
         return sandbox
 
-    async def _hand_out(self, start: asyncio.Task[RunnerSandbox]) -> RunnerSandbox:
+    async def _hand_out(self, start: Start, task: Task) -> RunnerSandbox:
         try:
-            return await asyncio.shield(start)
+            sandbox = await asyncio.shield(start)
         except asyncio.CancelledError:
-            start.add_done_callback(_close_unwanted)
+            start.add_done_callback(close_unwanted)
             raise
-
-    def _take_warm(self, key: Key) -> asyncio.Task[RunnerSandbox] | None:
-        self._drop_unusable()
-        fitting = [warm for warm in self._warm if warm.key == key]
-        if not fitting:
-            return None
-        chosen = min(fitting, key=lambda warm: not warm.start.done())
-        self._warm.remove(chosen)
-        return chosen.start
-
-    def _drop_unusable(self) -> None:
-        for warm in [warm for warm in self._warm if not warm.usable]:
-            self._warm.remove(warm)
-            if warm.start.exception() is None:
-                log.warning("a warm sandbox died", sandbox=warm.start.result().id)
-                warm.start.result().close_nowait()
-            else:
-                log.warning("a sandbox could not be started ahead of need", error=str(warm.start.exception()))
+        sandbox.task = task  # it may have been started for another one that needs the same
+        return sandbox
 
     def _fill(self) -> None:
-        """Start what the plan names next, as far as `config.warm` goes."""
         if self._closing:
             return
-        self._drop_unusable()
-        now = time.monotonic()
-        unclaimed = list(self._warm)
-        missing: list[Task] = []
-        for task in self._plan[: self._config.warm]:
-            match = next((warm for warm in unclaimed if warm.key == _key(task)), None)
-            if match is None:
-                missing.append(task)
-            else:
-                unclaimed.remove(match)
-                match.named_at = now
-        for stale in unclaimed:
-            if len(self._warm) + len(missing) > self._config.warm and now - stale.named_at > _STALE_S:
-                self._warm.remove(stale)
-                stale.start.add_done_callback(_close_unwanted)
-        for task in missing[: self._config.warm - len(self._warm)]:
-            self._warm.append(_Warm(_key(task), self._start(task, for_agent=True), now))
+        self._at_work = [sandbox for sandbox in self._at_work if sandbox.alive]
+        self._ready.fill(self._plan)
+        self._raw.fill([*(sandbox.task for sandbox in self._at_work), *self._plan])
 
 
-def _key(task: Task) -> Key:
-    return task.image, task.workdir
+def _start_facts(task: Task) -> tuple[object, ...]:
+    """All of the task that a started sandbox depends on."""
+    return task.image, task.network
 
 
-def _close_unwanted(start: asyncio.Task[RunnerSandbox]) -> None:
-    if not start.cancelled() and start.exception() is None:
-        start.result().close_nowait()
+def _set_up_facts(task: Task) -> tuple[object, ...]:
+    """All of the task that a sandbox set up for the agent depends on."""
+    return (*_start_facts(task), task.source, task.workdir, task.bug_patch, task.test_files)

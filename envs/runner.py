@@ -100,8 +100,8 @@ class Report:
         self.data += data[: self.most - len(self.data)]
 
 
-def protect(closed: bool) -> bool:
-    """Close this process to, or open it again for, ptrace and /proc/PID/{mem,fd} of processes of the same user.
+def protect() -> bool:
+    """Close this process to ptrace and /proc/PID/{mem,fd} of processes of the same user; what it runs is open again.
 
     Whoever could write there could answer in our place. False where the image's Python cannot call prctl.
     """
@@ -109,9 +109,23 @@ def protect(closed: bool) -> bool:
         import _ctypes  # its parent, ctypes, would be a third of the start-up time
 
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-        return bool(_ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0 if closed else 1, 0, 0, 0)) == 0)
+        return bool(_ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0)
     except (ImportError, AttributeError, OSError):
         return False
+
+
+def find_bash() -> bytes:
+    """Its path, so that commands need not search PATH for it: in a forked Python that costs as much as bash itself."""
+    for folder in os.environb.get(b"PATH", b"/usr/bin:/bin").split(b":"):
+        path = folder + b"/bash"
+        if folder and os.access(path, os.X_OK):
+            return path
+    return b"/bin/bash"
+
+
+BASH = find_bash()
+INHERITED = (SIGPIPE, SIGXFSZ)  # Python ignores these, and an ignored signal is inherited
+score_fd = -1  # /proc/self/oom_score_adj, opened before `protect` makes it root's
 
 
 def spawn(command: bytes, cwd: bytes, stdin: bytes, reports: bool) -> "tuple[int, int, int]":
@@ -124,31 +138,57 @@ def spawn(command: bytes, cwd: bytes, stdin: bytes, reports: bool) -> "tuple[int
     os.close(in_write)
     read_end, write_end = os.pipe()
     report_read, report_write = os.pipe() if reports else (-1, -1)
+    own_score = os.pread(score_fd, 16, 0)
+    # Under memory pressure the kernel should take the command, not PID 1 and the container with it. It inherits this.
+    os.write(score_fd, b"1000")
+    try:
+        try:
+            pid = spawn_bash(command, cwd, in_read, write_end, report_write)
+        except (AttributeError, NotImplementedError, OSError, ValueError):
+            # An old Python or C library; or it cannot be done, and a child of ours tells the agent why.
+            pid = fork_bash(command, cwd, in_read, write_end, report_write)
+    finally:
+        os.write(score_fd, own_score)
+    for fd in (in_read, write_end, report_write):
+        if fd >= 0:
+            os.close(fd)
+    return pid, read_end, report_read
+
+
+def spawn_bash(command: bytes, cwd: bytes, stdin: int, output: int, report: int) -> int:
+    """The pid. Half the price of a fork, since no memory of ours is copied. Raises where `fork_bash` has to do it."""
+    actions = [(os.POSIX_SPAWN_DUP2, stdin, 0), (os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)]
+    if report >= 0:
+        actions.append((os.POSIX_SPAWN_DUP2, report, 3))
+        os.set_inheritable(report, report == 3)  # dup2 to itself changes nothing
+    os.chdir(cwd)
+    try:
+        return os.posix_spawn(
+            BASH, [b"bash", b"-c", command], os.environb, file_actions=actions, setsid=True, setsigdef=INHERITED
+        )
+    finally:
+        os.chdir("/")
+
+
+def fork_bash(command: bytes, cwd: bytes, stdin: int, output: int, report: int) -> int:
+    """The pid. A child that cannot become bash says why, and ends with 127 or 126."""
     pid = os.fork()
     if pid:
-        for fd in (in_read, write_end, report_write):
-            if fd >= 0:
-                os.close(fd)
-        return pid, read_end, report_read
+        return pid
     status = 126
     try:
-        protect(False)  # or /proc/self belongs to root, whoever we are
         os.setsid()
-        os.dup2(in_read, 0)
-        os.dup2(write_end, 1)
-        os.dup2(write_end, 2)
-        if reports and report_write == 3:
+        os.dup2(stdin, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if report == 3:
             os.set_inheritable(3, True)
-        elif reports:
-            os.dup2(report_write, 3)
-        for number in (SIGPIPE, SIGXFSZ):  # Python ignores these, and an ignored signal is inherited
+        elif report >= 0:
+            os.dup2(report, 3)
+        for number in INHERITED:
             signal(number, SIG_DFL)
-        # Under memory pressure the kernel should take the command, not PID 1 and the container with it.
-        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(score, b"1000")
-        os.close(score)
         os.chdir(cwd)
-        os.execvp(b"bash", [b"bash", b"-c", command])
+        os.execv(BASH, [b"bash", b"-c", command])
     except FileNotFoundError as exc:
         status = 127
         os.write(2, f"cannot run the command: {exc}\n".encode())
@@ -299,7 +339,9 @@ def main() -> None:
         raise SystemExit("runner: not PID 1, and its kill(-1) would reach processes that are not its own")
     signal(SIGINT, SIG_DFL)  # PID 1 then ignores it; Python's own handler would raise KeyboardInterrupt here
     name_localhost()
-    send(b"ready", b"%d" % protect(True))
+    global score_fd
+    score_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR)
+    send(b"ready", b"%d" % protect())
     while True:
         operation, *fields = read_message()
         try:

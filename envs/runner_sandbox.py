@@ -66,9 +66,10 @@ class RunnerSandbox:
         """
         if len(stdin) > MAX_STDIN:
             raise ValueError(f"{len(stdin)} bytes for stdin; at most {MAX_STDIN} can be given")
+        script = from_last_state(command) if persistent else command
         answer = await self._request(
             b"run",
-            (from_last_state(command) if persistent else command).encode(errors="replace"),
+            (workdir.prologue(self.task) + script).encode(errors="replace"),
             (cwd or self.task.workdir).encode(errors="replace"),
             b"%d" % max(1, round(timeout_s * 1000)),
             b"%d" % max_output_bytes,
@@ -79,8 +80,6 @@ class RunnerSandbox:
         kind, head, tail, total, code, why, micros, report = answer
         if kind != b"done":
             raise SandboxError(f"{self.id}: the runner answered {kind!r} to run")
-        if len(report) > max_report_bytes:
-            raise SandboxError(f"{self.id}: the report has more than {max_report_bytes} bytes")
         left_out = int(total) - len(head) - len(tail)
         cut = b"\n[... %d bytes left out ...]\n" % left_out if left_out else b""
         return ExecResult(
@@ -122,8 +121,9 @@ class RunnerSandbox:
 
     async def set_up(self) -> None:
         """Take the hidden tests out, make git usable, record the base. Raises DataError, SandboxError."""
-        script = workdir.set_up(self.task.workdir)
-        result = await self.exec(script, timeout_s=_SET_UP_TIMEOUT_S, cwd="/")
+        if self.task.bug_patch:
+            await self.put(workdir.BUG_PATCH, self.task.bug_patch.encode())
+        result = await self.exec(workdir.set_up(self.task), timeout_s=_SET_UP_TIMEOUT_S, cwd="/")
         if result.exit_code == workdir.UNUSABLE:
             raise DataError(f"image {self.task.image} of task {self.task.id} cannot be used: {result.text.strip()}")
         if result.exit_code:

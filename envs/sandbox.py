@@ -58,7 +58,7 @@ class Sandbox(Protocol):
 
         `persistent`: start from the directory, variables and functions that the last persistent command left
         (`cwd` is for the first one). `stdin`: at most MAX_STDIN bytes. With `max_report_bytes` the command has a pipe
-        at descriptor 3, which nobody but its own processes can write; a longer report raises SandboxError.
+        at descriptor 3, which nobody but its own processes can write; of a longer report one byte more comes back.
         """
         ...
 

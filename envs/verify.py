@@ -7,7 +7,7 @@ Verdicts are appended to a file as they come, so that a dataset of thousands is 
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +15,10 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from agent_r3.envs.sandbox import Grading
-from agent_r3.errors import DataError, GradingError, boundary
+from agent_r3.errors import DataError, InfraError, boundary
 from agent_r3.types import Grade, Task
 
+GoldOf = Callable[[Task], Awaitable[bytes]]
 Verdict = Literal["sound", "flaky", "slow", "broken", "ungraded"]
 
 VERDICTS: dict[Verdict, str] = {
@@ -61,29 +62,34 @@ async def verify_tasks(
     times: int = 1,
     slow_s: float = float("inf"),
     at_once: int = 4,
+    gold_of: GoldOf | None = None,
 ) -> list[Verification]:
     """Grade nothing and gold `times` times each, `at_once` tasks together; verifications in the tasks' order.
 
+    `gold_of` gives a task's gold patch, by default that of its row; a DataError of it means a broken task.
     The grader must not reuse grades: repetition is what shows a flaky test.
     """
     places = asyncio.Semaphore(at_once)
 
     async def one(task: Task) -> Verification:
         async with places:
-            verification = await _verify(task, grader, times, slow_s)
+            verification = await _verify(task, grader, times, slow_s, gold_of or _gold_of_row)
         on_done(verification)
         return verification
 
     return list(await asyncio.gather(*(one(task) for task in tasks)))
 
 
-async def _verify(task: Task, grader: Grading, times: int, slow_s: float) -> Verification:
+async def _verify(task: Task, grader: Grading, times: int, slow_s: float, gold_of: GoldOf) -> Verification:
     async def grades(patch: bytes) -> list[Grade]:
         return [await grader.grade(task, patch) for _ in range(times)]
 
     try:
-        noop, gold = await asyncio.gather(grades(b""), grades(task.gold_patch.encode()) if task.gold_patch else _none())
-    except GradingError as exc:
+        patch = await gold_of(task)
+        noop, gold = await asyncio.gather(grades(b""), grades(patch) if patch else _none())
+    except DataError as exc:
+        return Verification(task.id, task.image, "broken", str(exc))
+    except InfraError as exc:
         return Verification(task.id, task.image, "ungraded", str(exc))
     verdict, problem = judge(noop, gold, slow_s)
     return Verification(task.id, task.image, verdict, problem, tuple(map(_run, noop)), tuple(map(_run, gold)))
@@ -117,6 +123,10 @@ def _unsteady(grades: Sequence[Grade]) -> str:
         return ", ".join(changing[:3]) + (", ..." if len(changing) > 3 else "")
     rewards = {grade.reward for grade in grades}
     return f"rewards {', '.join(f'{reward:g}' for reward in sorted(rewards))}" if len(rewards) > 1 else ""
+
+
+async def _gold_of_row(task: Task) -> bytes:
+    return task.gold_patch.encode()
 
 
 async def _none() -> list[Grade]:

@@ -17,7 +17,7 @@ import structlog
 from agent_r3.archive import write_episode
 from agent_r3.config import Config
 from agent_r3.envs.sandbox import Grading, Sandbox, SandboxProvider
-from agent_r3.errors import EngineError, InfraError
+from agent_r3.errors import EngineError, InfraError, SandboxError
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.episode import Agent, Episode, run_episode
 from agent_r3.rollout.tokens import ChatRenderer
@@ -87,7 +87,7 @@ class RolloutWorker:
     async def run(self) -> None:
         """Work until cancelled. A bug or a broken contract ends the worker; an infrastructure failure does not."""
         places = asyncio.Semaphore(max(1, self._config.rollout.concurrency // self._samples))
-        await self._provider.prefetch(self._upcoming(0))
+        await self._announce(0)
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
@@ -101,8 +101,15 @@ class RolloutWorker:
     async def _claim(self) -> int:
         while (index := await self._store.claim_group(self._name)) is None:
             await self._store.wait_for_work(timeout_s=5.0)
-        await self._provider.prefetch(self._upcoming(index + 1))
+        await self._announce(index + 1)
         return index
+
+    async def _announce(self, index: int) -> None:
+        """Say which sandboxes come next. It only saves time: where it fails, the episodes will hear of it."""
+        try:
+            await self._provider.prefetch(self._upcoming(index))
+        except SandboxError as exc:
+            log.warning("sandboxes are not started ahead of need", kind=exc.kind, error=str(exc))
 
     def _upcoming(self, index: int) -> list[Task]:
         """Whose containers come next, in order, one entry an episode, as far as they may be kept warm."""
@@ -130,6 +137,7 @@ class RolloutWorker:
                 "began": began,
                 "ended": time.time(),
                 "grades_run": float(sum(not grade.cached for _, grade in graded)),
+                **{f"grade/{kind}": float(n) for kind, n in Counter(grade.outcome for _, grade in graded).items()},
                 **group.seconds,
             },
         )

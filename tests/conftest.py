@@ -6,4 +6,9 @@ pytest_plugins = [
     "tests.support.store",
     "tests.support.hf",
     "tests.support.tasks",
+    "tests.support.private_engine",
+    "tests.support.registry",
+    "tests.support.refusing_engine",
+    "tests.support.bwrap",
+    "tests.support.protocol",
 ]

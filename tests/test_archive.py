@@ -29,7 +29,7 @@ from agent_r3.types import Ending, Grade, MoEShape, Routing, Turn
 from tests.support.store import make_turns
 
 TURNS = make_turns(np.random.default_rng(0), 4, version=2)
-GRADE = Grade(0.5, {"test_a": "PASSED"}, "1 of 2 differ: test_b", 3.0)
+GRADE = Grade(0.5, {"test_a": "PASSED"}, "1 of 2 differ: test_b", 3.0, left_out=("conftest.py",), flaky=True)
 
 
 def write(folder: Path, step: int = 3, name: str = "g000001-00", turns: list[Turn] = TURNS) -> Path:
@@ -61,6 +61,7 @@ def test_an_episode_comes_back_with_its_arrays_and_its_text(tmp_path: Path) -> N
     assert [turn.observations for turn in episode.info.turns] == [turn.observations for turn in TURNS]
     assert [dict(turn.seconds) for turn in episode.info.turns] == [dict(turn.seconds) for turn in TURNS]
     assert (episode.info.reward, episode.info.reason, episode.info.ending) == (0.5, GRADE.reason, Ending.MAX_TURNS)
+    assert (episode.info.outcome, episode.info.left_out, episode.info.flaky) == ("failed", ("conftest.py",), True)
     assert episode.info.patch == "--- a\n+++ b\n\ufffd"
     assert episode.info.policy_version == 2
     assert not list(path.parent.glob(".*"))

@@ -191,8 +191,9 @@ def test_doctor_names_every_part_and_says_what_to_do(run: Run) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_doctor_fails_and_says_how_without_docker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_and_says_how_without_docker_and_bwrap(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setenv("PATH", "")
     code, out, _ = run("doctor", "--json")
     (docker,) = (finding for finding in json.loads(out) if finding["part"] == "docker engine")
     assert code == 1
@@ -203,4 +204,4 @@ def test_training_without_docker_is_refused_in_one_line(
     run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    assert "no Docker engine" in refused(run, "train", config)
+    assert "no Docker engine" in refused(run, "train", config, "sandbox.kind=docker")

@@ -3,35 +3,24 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
 import docker
 import pytest
 
 from agent_r3.config import GradingConfig
 from agent_r3.envs.commits import file_diff, patch_of
-from agent_r3.envs.grading import Grader, objection
-from agent_r3.envs.hidden_tests import PytestRun
+from agent_r3.envs.grading import Grader, judge
+from agent_r3.envs.hidden_tests import HiddenRun
 from agent_r3.envs.images import require_images
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.sandbox import Sandbox, SandboxProvider
 from agent_r3.errors import DataError, GradingError
-from agent_r3.types import Task
+from agent_r3.types import Outcome, Task
+from tests.support.docker import make_task
 from tests.support.tasks import MISTUNE, PATHSPEC
 
 pytestmark = pytest.mark.docker
-
-# What a hack would print: a full summary of the hidden tests, on every descriptor pytest may have kept of the terminal.
-_FORGE = """
-import os as _os
-_passed = ["PASSED t.py::" + name for name in {names!r}]
-_lines = ["=== short test summary info ===", *_passed, "=== {count} passed in 0.1s ==="]
-for _fd in range(1, 30):
-    try:
-        _os.write(_fd, ("\\n" + "\\n".join(_lines) + "\\n").encode())
-    except OSError:
-        pass
-_os._exit(0)
-"""
 
 
 class Counting(SandboxProvider):
@@ -41,7 +30,6 @@ class Counting(SandboxProvider):
         self.handed_out: list[str] = []
         self._pool = pool
         self._use = use
-        self._pending: set[asyncio.Task[None]] = set()
 
     async def prefetch(self, tasks: list[Task]) -> None:
         await self._pool.prefetch(tasks)
@@ -53,11 +41,15 @@ class Counting(SandboxProvider):
         sandbox = await self._pool.acquire_for_grading(task)
         self.handed_out.append(sandbox.id)
         if self._use is not None:
-            self._pending.add(asyncio.ensure_future(self._use(sandbox)))
+            await self._use(sandbox)
         return sandbox
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+class Nothing(SandboxProvider):
+    """A provider that may not be asked."""
 
 
 async def _source(pool: SandboxPool, task: Task, name: str) -> str:
@@ -72,10 +64,6 @@ async def _prepend(pool: SandboxPool, task: Task, name: str, code: str) -> bytes
     """A patch that puts `code` at the top of a file of the repository."""
     text = await _source(pool, task, name)
     return patch_of([file_diff(name, text, code + text)]).encode()
-
-
-def _names(task: Task) -> list[str]:
-    return [name.replace(".", "::", 1) for name in task.expected]
 
 
 @pytest.mark.parametrize("task_id", [PATHSPEC, MISTUNE])
@@ -95,7 +83,10 @@ async def test_a_patch_that_does_not_apply_earns_0_and_says_so(pool: SandboxPool
     assert patch != pathspec_task.gold_patch.encode()
     grade = await Grader(pool, GradingConfig()).grade(pathspec_task, patch)
     assert (grade.reward, grade.statuses) == (0.0, {})
-    assert "the patch does not apply: error: patch failed: pathspec/pathspec.py" in grade.reason
+    assert (
+        grade.outcome == "unapplied"
+        and "the patch does not apply: error: patch failed: pathspec/pathspec.py" in grade.reason
+    )
 
 
 async def test_changes_to_the_place_of_the_hidden_tests_are_ignored(pool: SandboxPool, pathspec_task: Task) -> None:
@@ -125,26 +116,11 @@ async def test_a_link_in_the_place_of_the_hidden_tests_is_not_followed(pool: San
     assert grade.reward == 1.0
 
 
-async def test_a_forged_summary_with_exit_status_0_earns_0(pool: SandboxPool, pathspec_task: Task) -> None:
-    code = _FORGE.format(names=_names(pathspec_task), count=len(pathspec_task.expected))
-    grade = await Grader(pool, GradingConfig()).grade(
-        pathspec_task, await _prepend(pool, pathspec_task, "pathspec/pathspec.py", code)
-    )
-    # The forgery is a perfect one as far as output and exit status go, or this would prove nothing.
-    assert grade.statuses == pathspec_task.expected
-    assert (grade.reward, grade.reason) == (0.0, "pytest wrote no report: its process was ended early")
-
-
-async def test_leaving_with_status_0_at_import_earns_0(pool: SandboxPool, mistune_task: Task) -> None:
-    patch = await _prepend(pool, mistune_task, "src/mistune/toc.py", "import os\nos._exit(0)\n")
-    grade = await Grader(pool, GradingConfig()).grade(mistune_task, patch)
-    assert grade.reward == 0.0 and "missing instead of PASSED" in grade.reason
-
-
 async def test_tests_that_run_out_of_time_earn_0_with_the_reason(pool: SandboxPool, mistune_task: Task) -> None:
     patch = await _prepend(pool, mistune_task, "src/mistune/toc.py", "import time\ntime.sleep(600)\n")
-    grade = await Grader(pool, GradingConfig(timeout_s=2)).grade(mistune_task, patch)
-    assert (grade.reward, grade.reason) == (0.0, "exit status 124: timed out after 2 s")
+    grade = await Grader(pool, GradingConfig(timeout_s=8)).grade(mistune_task, patch)
+    assert (grade.reward, grade.outcome) == (0.0, "timeout")
+    assert grade.reason == "exit status 124: timed out after 8 s"
 
 
 async def test_equal_patches_of_a_task_are_graded_once_also_at_the_same_time(
@@ -181,7 +157,7 @@ async def test_a_killed_container_is_an_infrastructure_failure_and_is_graded_ane
             await asyncio.to_thread(docker_engine.kill, sandbox.id)
 
     provider = Counting(pool, kill)
-    grader = Grader(provider, GradingConfig())
+    grader = Grader(provider, GradingConfig(retries=0))
     first, second = await asyncio.gather(
         *(grader.grade(mistune_task, mistune_task.gold_patch.encode()) for _ in range(2)), return_exceptions=True
     )
@@ -249,37 +225,155 @@ async def test_the_images_hold_nothing_of_this_hosts_homes_and_accounts(pool: Sa
     assert [line for line in listing.text.split() if not line.endswith(":")] in ([], ["/home/irc"])
 
 
-def _run(**changes: object) -> PytestRun:
-    run = PytestRun({"a": "PASSED"}, exit_code=0, timed_out=False, reported_bad=0, output="", seconds=1.0)
-    return dataclasses.replace(run, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (_run(), {"a": "PASSED"}),
-        (_run(statuses={"a": "FAILED"}, exit_code=1, reported_bad=1), {"a": "FAILED"}),
-        (_run(statuses={"": "ERROR"}, exit_code=2, reported_bad=1), {"": "ERROR"}),
-    ],
-)
-def test_statuses_exit_status_and_report_that_agree_raise_no_objection(
-    run: PytestRun, expected: dict[str, str]
+async def test_a_failure_of_ours_is_graded_again_and_the_grade_is_served(
+    pool: SandboxPool, docker_engine: docker.APIClient, mistune_task: Task
 ) -> None:
-    assert objection(run, expected, 300) is None
+    async def kill_the_first(sandbox: Sandbox) -> None:
+        if len(provider.handed_out) == 1:
+            await asyncio.to_thread(docker_engine.kill, sandbox.id)
+
+    provider = Counting(pool, kill_the_first)
+    grade = await Grader(provider, GradingConfig(retries=1)).grade(mistune_task, mistune_task.gold_patch.encode())
+    assert grade.reward == 1.0 and len(provider.handed_out) == 2
+
+
+async def test_tests_that_do_not_start_are_a_failure_of_ours(pool: SandboxPool, mistune_task: Task) -> None:
+    task = dataclasses.replace(mistune_task, test_command="/nowhere/python -m pytest r2e_tests")
+    with pytest.raises(GradingError, match=r"pytest did not start in .* exit status 127: .*/nowhere/python"):
+        await Grader(pool, GradingConfig(retries=0)).grade(task, b"")
+
+
+async def test_a_test_command_of_another_form_is_told_in_one_line(pool: SandboxPool, mistune_task: Task) -> None:
+    task = dataclasses.replace(mistune_task, test_command="./run_tests.sh")
+    with pytest.raises(DataError, match=r"task mistune__3.1.1: its test command is not of the form .*: a Python is"):
+        await Grader(pool, GradingConfig()).grade(task, b"")
+
+
+async def test_a_patch_above_the_limit_earns_0_without_a_container(mistune_task: Task) -> None:
+    grade = await Grader(Nothing(), GradingConfig(max_patch_bytes=100)).grade(mistune_task, b"x" * 101)
+    assert (grade.reward, grade.outcome) == (0.0, "too_large")
+    assert grade.reason == "the patch has 101 bytes, at most 100 are graded"
+
+
+async def test_output_of_40_megabytes_changes_nothing(pool: SandboxPool, pathspec_task: Task) -> None:
+    code = (
+        "import os as _os\nfor _fd in range(3, 30):\n    try:\n        for _ in range(40):\n"
+        "            _os.write(_fd, b'PASSED x\\n' * (1 << 17))\n    except OSError:\n        pass\n"
+    )
+    with_noise = patch_of(
+        [
+            file_diff(
+                "pathspec/__init__.py", text := await _source(pool, pathspec_task, "pathspec/__init__.py"), code + text
+            )
+        ]
+    )
+    grade = await Grader(pool, GradingConfig()).grade(pathspec_task, (pathspec_task.gold_patch + with_noise).encode())
+    assert (grade.reward, grade.statuses) == (1.0, pathspec_task.expected)
+
+
+def _with_tests(task: Task, folder: Path, code: str, **expected: str) -> Task:
+    """The task with other hidden tests."""
+    (folder / "test_1.py").write_text(code)
+    return dataclasses.replace(task, hidden_tests_dir=folder, expected=expected)
+
+
+async def test_names_with_spaces_dashes_and_a_clock(pool: SandboxPool, mistune_task: Task, tmp_path: Path) -> None:
+    code = (
+        "import time, pytest\n@pytest.mark.parametrize('p', ['a b', 'c - d', '::', str(time.time())])\n"
+        "def test_p(p): pass\n"
+    )
+    named = {"test_p[a b]": "PASSED", "test_p[c": "PASSED", "test_p[.]": "PASSED", "test_p[1700000000.5]": "PASSED"}
+    task = _with_tests(mistune_task, tmp_path, code, **named)
+    grade = await Grader(pool, GradingConfig()).grade(task, b"")
+    assert (grade.reward, grade.outcome) == (0.0, "failed")
+    assert grade.reason.startswith("2 of 4 differ: test_p[") and "test_p[1700000000.5] missing" in grade.reason
+
+
+async def test_a_file_that_cannot_be_collected_is_an_expected_status_like_others(
+    pool: SandboxPool, mistune_task: Task, tmp_path: Path
+) -> None:
+    task = _with_tests(mistune_task, tmp_path, "import nothing_such\n", **{"": "ERROR"})
+    grade = await Grader(pool, GradingConfig()).grade(task, b"")
+    assert (grade.reward, grade.statuses) == (1.0, {"": "ERROR"})
+    other = dataclasses.replace(task, expected={"test_a": "PASSED"})
+    assert "could not be collected ERROR" in (await Grader(pool, GradingConfig()).grade(other, b"")).reason
+
+
+async def test_runs_that_disagree_earn_0_and_mark_the_grade_flaky(
+    pool: SandboxPool, mistune_task: Task, tmp_path: Path
+) -> None:
+    async def mark_the_second(sandbox: Sandbox) -> None:
+        if len(provider.handed_out) == 2:
+            await sandbox.put("/tmp/second", b"")
+
+    task = _with_tests(
+        mistune_task, tmp_path, "import os\ndef test_a(): assert not os.path.exists('/tmp/second')\n", test_a="PASSED"
+    )
+    provider = Counting(pool, mark_the_second)
+    flaky = await Grader(provider, GradingConfig(runs=3)).grade(task, b"")
+    assert (flaky.reward, flaky.outcome, flaky.flaky, len(provider.handed_out)) == (0.0, "failed", True, 3)
+    steady = await Grader(pool, GradingConfig(runs=2)).grade(task, b"")
+    assert (steady.reward, steady.flaky) == (1.0, False)
+
+
+async def test_hidden_tests_of_the_image_and_files_beside_them_are_run(
+    pool: SandboxPool, mistune_task: Task, tmp_path: Path
+) -> None:
+    """As R2E-Gym's images have them, at /r2e_tests."""
+
+    async def put(sandbox: Sandbox) -> None:
+        await sandbox.put("/r2e_tests/test_1.py", b"from helper import x\ndef test_a(): assert x\n")
+        await sandbox.put("/r2e_tests/helper.py", b"x = 1\n")
+        await sandbox.put("/r2e_tests/data/a b.txt", b"x = 1\n")
+
+    task = dataclasses.replace(mistune_task, hidden_tests_dir=None, expected={"test_a": "PASSED"})
+    assert (await Grader(Counting(pool, put), GradingConfig()).grade(task, b"")).reward == 1.0
+
+
+async def test_tests_of_the_repository_itself_are_run_as_they_were(pool: SandboxPool, mistune_task: Task) -> None:
+    task = dataclasses.replace(
+        mistune_task,
+        hidden_tests_dir=None,
+        test_files=("own/checks.py", "own/test_2.py"),
+        test_command=mistune_task.test_command.replace("r2e_tests", "own/checks.py own/test_2.py"),
+        expected={"own/checks.py::test_a": "PASSED"},
+        other_tests=True,
+    )
+
+    async def put(sandbox: Sandbox) -> None:
+        await sandbox.put("/testbed/own/checks.py", b"def test_a(): assert 1\ndef test_b(): assert 0\n")
+        await sandbox.put("/testbed/own/test_2.py", b"def test_c(): assert 0\n")
+
+    edit = patch_of([file_diff("own/checks.py", None, "def test_a(): assert 0\n")])
+    grade = await Grader(Counting(pool, put), GradingConfig()).grade(task, edit.encode())
+    assert (grade.reward, grade.left_out) == (1.0, ("own/checks.py",)), grade.reason
+    assert grade.statuses["own/checks.py::test_b"] == grade.statuses["own/test_2.py::test_c"] == "FAILED"
 
 
 @pytest.mark.parametrize(
-    ("run", "expected", "reason"),
+    ("other_tests", "found", "expected", "reason"),
     [
-        (_run(exit_code=1), {"a": "PASSED"}, "exit status 1 does not fit"),
-        (_run(exit_code=0), {"a": "PASSED", "b": "PASSED"}, "1 of 2 differ: b missing instead of PASSED"),
-        (_run(statuses={"a": "PASSED", "b": "PASSED"}), {"a": "PASSED"}, "b PASSED instead of absent"),
-        (_run(reported_bad=2), {"a": "PASSED"}, "pytest's report counts 2"),
-        (_run(reported_bad=None), {"a": "PASSED"}, "pytest wrote no report"),
-        (_run(statuses={"a": "FAILED"}, exit_code=0), {"a": "FAILED"}, "exit status 0 does not fit"),
-        (_run(statuses={"a": "FAILED"}, exit_code=2, reported_bad=1), {"a": "FAILED"}, "exit status 2 does not fit"),
-        (_run(statuses={}, exit_code=137), {"": "ERROR"}, "a file that could not be collected missing"),
+        (False, {"a": "PASSED"}, {"a": "PASSED"}, None),
+        (False, {"": "ERROR"}, {"": "ERROR"}, None),
+        (False, {"a": "PASSED"}, {"a": "PASSED", "b": "PASSED"}, "1 of 2 differ: b missing instead of PASSED"),
+        (False, {"a": "PASSED", "b": "PASSED"}, {"a": "PASSED"}, "1 of 1 differ: b PASSED instead of absent"),
+        (False, {"": "ERROR"}, {"a": "PASSED"}, "a file that could not be collected ERROR instead of absent"),
+        (True, {"a": "PASSED", "b": "FAILED"}, {"a": "PASSED"}, None),
+        (True, {"b": "PASSED"}, {"a": "PASSED"}, "1 of 1 differ: a missing instead of PASSED"),
     ],
 )
-def test_anything_that_disagrees_is_an_objection(run: PytestRun, expected: dict[str, str], reason: str) -> None:
-    assert reason in (objection(run, expected, 300) or "")
+def test_the_reward_is_1_exactly_when_the_statuses_are_the_expected_ones(
+    other_tests: bool, found: dict[str, str], expected: dict[str, str], reason: str | None
+) -> None:
+    task = dataclasses.replace(make_task("image"), expected=expected, other_tests=other_tests)
+    grade = judge(HiddenRun(found, exit_code=1, output="", seconds=1.0), task)
+    assert (grade.reward, grade.outcome) == ((1.0, "passed") if reason is None else (0.0, "failed"))
+    assert reason is None or reason in grade.reason
+
+
+@pytest.mark.parametrize("outcome", ["unapplied", "too_large", "timeout", "ended_early", "tampered", "failed"])
+def test_a_run_that_is_no_verdict_earns_0_whatever_it_says(outcome: Outcome) -> None:
+    task = dataclasses.replace(make_task("image"), expected={"a": "PASSED"})
+    grade = judge(HiddenRun({"a": "PASSED"}, 1, "", 1.0, outcome, "why", ("conftest.py",)), task)
+    assert (grade.reward, grade.outcome, grade.statuses, grade.left_out) == (0.0, outcome, {}, ("conftest.py",))
+    assert grade.reason.endswith("why")

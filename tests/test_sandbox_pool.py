@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import docker
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import docker_problem, reap, require_docker
+from agent_r3.envs.owners import owner_label
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import SandboxError, UserError
 from agent_r3.types import Task
@@ -48,8 +51,12 @@ async def until(condition: str, holds: Callable[[], bool], timeout_s: float = 30
         await asyncio.sleep(0.1)
 
 
+def own(api: docker.APIClient, run: str) -> list[dict[str, Any]]:
+    return list(api.containers(filters={"label": f"agent_r3.run={run}"}))
+
+
 def running(api: docker.APIClient, run: str) -> int:
-    return len(api.containers(filters={"label": f"agent_r3.run={run}"}))
+    return len(own(api, run))
 
 
 async def test_upcoming_containers_are_started_ahead_and_handed_out(
@@ -57,26 +64,40 @@ async def test_upcoming_containers_are_started_ahead_and_handed_out(
 ) -> None:
     async with open_pool(SandboxConfig(warm=3), run=run_name) as pool:
         await pool.prefetch([sandbox_task] * 5)
-        await until("3 warm", lambda: running(docker_engine, run_name) == 3)
+        await until("3 warm, 1 for grading", lambda: running(docker_engine, run_name) == 4)
         first = {(await pool.acquire(sandbox_task)).id for _ in range(3)}
-        await until("2 more", lambda: running(docker_engine, run_name) == 5)
-        later = [await pool.acquire(sandbox_task) for _ in range(3)]
+        await until("2 more", lambda: running(docker_engine, run_name) == 6)
+        later = [await pool.acquire(replace(sandbox_task, id=f"{number}")) for number in range(3)]
         assert len(first | {sandbox.id for sandbox in later}) == 6  # single use, and the sixth was started on demand
+        assert [sandbox.task.id for sandbox in later] == ["0", "1", "2"]
         assert (await later[0].exec("ls -d /r2e_tests", timeout_s=20)).exit_code != 0
-        assert running(docker_engine, run_name) == 6
+        assert running(docker_engine, run_name) == 7
 
 
-async def test_a_warm_container_that_died_is_replaced(
+async def test_a_container_for_the_grading_of_an_agent_at_work_is_started_ahead(
+    run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
+) -> None:
+    async with open_pool(SandboxConfig(warm=1), run=run_name) as pool:
+        agent = await pool.acquire(sandbox_task)
+        await until("1 for the agent, 1 for grading", lambda: running(docker_engine, run_name) == 2)
+        waiting = {name.lstrip("/") for found in own(docker_engine, run_name) for name in found["Names"]} - {agent.id}
+        grading = await pool.acquire_for_grading(replace(sandbox_task, id="graded"))
+        assert {grading.id} == waiting and grading.task.id == "graded"
+        assert (await grading.exec("ls -d /r2e_tests", timeout_s=20)).output == b"/r2e_tests\n"
+        await until("the next one", lambda: running(docker_engine, run_name) == 3)
+
+
+async def test_warm_containers_that_died_are_replaced(
     run_name: str, sandbox_task: Task, docker_engine: docker.APIClient
 ) -> None:
     async with open_pool(SandboxConfig(warm=1), run=run_name) as pool:
         await pool.prefetch([sandbox_task])
-        await until("1 warm", lambda: running(docker_engine, run_name) == 1)
-        [dead] = containers_of(docker_engine, run_name)
-        docker_engine.kill(dead)
-        await until("it is gone", lambda: dead not in containers_of(docker_engine, run_name))
-        sandbox = await pool.acquire(sandbox_task)
-        assert (await sandbox.exec("echo alive", timeout_s=20)).output == b"alive\n"
+        await until("2 warm", lambda: running(docker_engine, run_name) == 2)
+        for dead in containers_of(docker_engine, run_name):
+            docker_engine.kill(dead)
+        await until("they are gone", lambda: not containers_of(docker_engine, run_name))
+        for sandbox in (await pool.acquire(sandbox_task), await pool.acquire_for_grading(sandbox_task)):
+            assert (await sandbox.exec("echo alive", timeout_s=20)).output == b"alive\n"
 
 
 async def test_containers_of_an_older_plan_wait_a_while_and_then_make_room(
@@ -91,10 +112,10 @@ async def test_containers_of_an_older_plan_wait_a_while_and_then_make_room(
         assert (await taken.exec("pwd", timeout_s=20)).output == b"/testbed/pkg\n"
         assert waiting.alive
 
-        monkeypatch.setattr("agent_r3.envs.pool._STALE_S", 0.0)
+        monkeypatch.setattr("agent_r3.envs.warm.STALE_S", 0.0)
         await pool.prefetch([sandbox_task])
         await pool.prefetch([other])
-        assert [warm.key[1] for warm in pool._warm] == ["/testbed/pkg"]
+        assert [(await warm.start).task.id for warm in pool._ready._warm] == ["other"]
 
 
 async def test_starts_are_bounded(run_name: str, sandbox_task: Task, docker_engine: docker.APIClient) -> None:
@@ -173,18 +194,24 @@ async def test_a_killed_worker_leaves_nothing(
 def test_reap_removes_what_has_no_living_owner_or_is_overdue(
     run_name: str, sandbox_image: str, docker_engine: docker.APIClient
 ) -> None:
-    def leave(owner: str, deadline: float) -> None:
+    def leave(owner: str, deadline: float) -> str:
         labels = {"agent_r3.run": run_name, "agent_r3.owner": owner, "agent_r3.deadline": str(int(deadline))}
-        docker_engine.create_container(sandbox_image, command=["true"], labels=labels)
+        return str(docker_engine.create_container(sandbox_image, command=["true"], labels=labels)["Id"])
 
-    host = os.uname().nodename
-    leave(f"worker@{host}:{os.getpid()}:1", time.time() + 1000)  # this pid, but of an earlier process
-    leave("worker@another-host:1:1", time.time() - 1)
-    leave("worker@another-host:1:1", time.time() + 1000)
+    ended, _, _ = owner_label("worker").rpartition(":")  # this pid, but of an earlier process
+    leave(f"{ended}:1", time.time() + 1000)
+    leave("worker@another-host/1:1:1", time.time() - 1)
+    kept = {
+        leave(owner_label("worker"), time.time() + 1000),
+        leave("worker@another-host/1:1:1", time.time() + 1000),
+        leave(f"worker@{os.uname().nodename}/1:1:1", time.time() + 1000),  # of another container with our host's name
+    }
     assert reap(run_name + "-other") == 0
-    assert reap(run_name) == 2
-    [left] = containers_of(docker_engine, run_name)
-    docker_engine.remove_container(left)
+    reap(run_name)
+    left = containers_of(docker_engine, run_name)
+    for container in left:
+        docker_engine.remove_container(container)
+    assert set(left) == kept
 
 
 async def test_descriptors_do_not_pile_up(pool: SandboxPool, sandbox_task: Task) -> None:
@@ -224,7 +251,7 @@ def test_without_an_engine_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="no Docker engine"):
         require_docker()
     with pytest.raises(UserError, match="no Docker engine"):
-        open_pool(SandboxConfig())
+        open_pool(SandboxConfig(kind="docker"))
     assert reap(None) == 0
     monkeypatch.setenv("DOCKER_HOST", "https://127.0.0.1:1")
     assert "\n" not in (docker_problem() or "\n")

@@ -1,18 +1,22 @@
 """Building offline tasks: environments, sources, content addresses, the loud refusal of a task that is not as said."""
 
+import asyncio
 import io
 import json
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import docker
 import pytest
 
-from agent_r3.config import TasksConfig
+from agent_r3.config import GradingConfig, TasksConfig
 from agent_r3.envs.build import build_tasks, canonical, environments
 from agent_r3.envs.cache import cache_dir
+from agent_r3.envs.commits import is_test_file
 from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.grading import Grader
 from agent_r3.envs.images import ImageBuilder
 from agent_r3.envs.offline import OfflineTask, offline_spec_path, read_spec
 from agent_r3.envs.pool import SandboxPool
@@ -20,6 +24,8 @@ from agent_r3.envs.sdists import fetch_sdist, unpack
 from agent_r3.errors import DataError, UserError
 from agent_r3.types import Task
 from tests.support.tasks import MISTUNE, PATHSPEC
+
+HANGING = "markdown__3.7"  # its hidden tests never end on Markdown 3.6
 
 
 def _spec(tmp_path: Path, changed: str, **changes: object) -> Path:
@@ -42,6 +48,15 @@ def test_tasks_share_one_environment_but_for_those_that_need_another_tasks_proje
     assert found["a"] is found["c"]
     assert (found["a"].requirements, found["a"].projects) == (("pytest<9", "pytz"), ("c", "foo-bar"))
     assert (found["b"].requirements, found["b"].projects) == (("foo.bar>=1", "pytest<9"), ("dotenv",))
+
+
+def test_the_offline_task_file_holds_33_distinct_well_formed_tasks() -> None:
+    tasks = read_spec(offline_spec_path("offline"))
+    assert len({task.task_id for task in tasks}) == 33
+    for task in tasks:
+        assert task.n_tests == sum(task.status_counts.values()), task.task_id
+        assert task.f2p and task.src_files and task.test_files and task.problem_statement, task.task_id
+        assert not any(is_test_file(path) for path in task.src_files), task.task_id
 
 
 def test_no_offline_task_runs_where_its_own_fixed_release_could_be_installed_by_name() -> None:
@@ -117,6 +132,10 @@ def test_built_rows_are_r2e_rows_with_the_facts_of_the_task_file(built_tasks: Ma
         ({"n_tests": 9}, r"gives 8 tests \{'PASSED': 8\}, the task file says 9"),
         ({"f2p": ["TestTocHook.test_nothing"]}, "not passing of f2p: TestTocHook.test_nothing"),
         ({"test_files": ["tests/test_gone.py"]}, r"mistune 3\.1\.1 has no tests/test_gone\.py"),
+        (
+            {"src_files": ["src/mistune/toc.py", "pyproject.toml"]},
+            r"no patch may change pyproject\.toml; see src_files",
+        ),
     ],
 )
 async def test_a_task_that_is_not_as_its_file_says_fails_the_build_and_is_not_kept(
@@ -146,3 +165,18 @@ async def test_a_base_image_that_is_not_there_fails_the_build_with_the_engines_w
         await build_tasks(offline_spec_path("offline"), (PATHSPEC,), builder, pool, lambda *_: None)
     # What an earlier build made is still there.
     assert load_tasks(TasksConfig(dataset="offline", include=(PATHSPEC,)))[0].image == built_tasks[PATHSPEC].image
+
+
+@pytest.mark.docker
+async def test_tests_that_hang_on_the_buggy_release_end_in_a_typed_time_out_and_pass_with_the_fix(
+    built_tasks: Mapping[str, Task], pool: SandboxPool
+) -> None:
+    await build_tasks(offline_spec_path("offline"), (HANGING,), ImageBuilder(), pool, lambda *_: None)
+    [task] = load_tasks(TasksConfig(dataset="offline", include=(HANGING,)))
+    assert task.test_timeout_s == 30  # as its entry in the task file says
+    grader = Grader(pool, GradingConfig(timeout_s=300))
+    nothing, gold = await asyncio.gather(
+        grader.grade(replace(task, test_timeout_s=8.0), b""), grader.grade(task, task.gold_patch.encode())
+    )
+    assert (nothing.reward, nothing.outcome, nothing.reason) == (0, "timeout", "exit status 124: timed out after 8 s")
+    assert (gold.reward, gold.outcome) == (1, "passed")

@@ -109,14 +109,6 @@ def test_a_hub_id_without_network_is_the_users_to_mend(monkeypatch: pytest.Monke
     assert "\n" not in str(caught.value)
 
 
-def test_the_offline_task_file_holds_14_distinct_well_formed_tasks() -> None:
-    tasks = read_spec(offline_spec_path("offline"))
-    assert len({task.task_id for task in tasks}) == 14
-    for task in tasks:
-        assert task.n_tests == sum(task.status_counts.values())
-        assert task.f2p and task.src_files and task.test_files and task.problem_statement
-
-
 def test_a_task_file_that_was_not_built_says_how_to_build_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_R3_CACHE", str(tmp_path))
     with pytest.raises(DataError, match="run `agent-r3 tasks build offline`"):
@@ -129,7 +121,8 @@ def test_a_task_file_built_in_part_must_be_asked_for_what_is_built(
     monkeypatch.setenv("AGENT_R3_CACHE", str(tmp_path))
     spec = offline_spec_path("offline")
     rows_path(spec).write_text(json.dumps(r2e_row(instance_id="pathspec__0.12.1")) + "\n")
-    with pytest.raises(DataError, match=r"13 of 14 tasks of offline are not built here \(humanize__4.12.1, "):
+    known = len(read_spec(spec))
+    with pytest.raises(DataError, match=rf"{known - 1} of {known} tasks of offline are not built here \(\w+__"):
         load_tasks(TasksConfig(dataset="offline"))
     chosen = load_tasks(TasksConfig(dataset="offline", include=("pathspec__0.12.1",)))
     assert [(task.id, task.dataset) for task in chosen] == [("pathspec__0.12.1", "offline")]

@@ -40,6 +40,12 @@ def test_expected_names_are_cut_and_freed_of_colours_like_the_run_ones() -> None
     assert task_from_row(r2e_row(expected_output_json=raw), ORIGIN).expected == {"test_a": "PASSED", "": "ERROR"}
 
 
+def test_expected_names_keep_spaces_and_clocks() -> None:
+    names = ("T.test_a[two words]", "test_b[12:30:01.5]", "test_c[a-b]")
+    raw = json.dumps(dict.fromkeys(names, "PASSED"))
+    assert tuple(task_from_row(r2e_row(expected_output_json=raw), ORIGIN).expected) == names
+
+
 def test_a_row_whose_commit_holds_a_binary_file_loads_without_a_gold_patch() -> None:
     binary = file_diff("logo.png", None, "") | {"is_binary_file": True, "binary_line": "Binary files differ"}
     task = task_from_row(r2e_row(parsed_commit_content=commit_content(file_diff("a.py", "1", "2"), binary)), ORIGIN)
@@ -48,9 +54,10 @@ def test_a_row_whose_commit_holds_a_binary_file_loads_without_a_gold_patch() -> 
 
 def test_our_extra_columns_are_read_relative_to_the_rows_file(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
-    row = r2e_row(instance_id="mine", test_command="pytest", hidden_tests_dir="hidden")
+    row = r2e_row(instance_id="mine", test_command="pytest", hidden_tests_dir="hidden", test_timeout_s=20)
     task = task_from_row(row, Origin("rows.jsonl", 1, tmp_path))
     assert (task.id, task.test_command, task.hidden_tests_dir) == ("mine", "pytest", tmp_path / "hidden")
+    assert task.test_timeout_s == 20.0
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,8 @@ def test_a_row_with_neither_statement_nor_prompt_is_refused() -> None:
     ("column", "value", "message"),
     [
         ("docker_image", " ", "must be a non-empty string"),
+        ("test_timeout_s", "20", "must be a number of seconds above 0, found '20'"),
+        ("test_timeout_s", 0, "must be a number of seconds above 0, found 0"),
         ("repo_name", 7, "must be a non-empty string, found 7"),
         ("problem_statement", "[ISSUE]\n[/ISSUE]", "has nothing between"),
         ("expected_output_json", "{", "is not JSON"),

@@ -15,13 +15,13 @@ from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.grading import Grader
 from agent_r3.envs.images import ImageBuilder
-from agent_r3.envs.offline import offline_spec_path
+from agent_r3.envs.offline import offline_spec_path, read_spec
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import DataError
 from agent_r3.hfconfig import read_model
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.tiny import AGENT, SCRIPTS, ensure_tiny, make_tiny, model_folder, tiny_folder
-from agent_r3.tiny.build import Recipe, WarmStartError
+from agent_r3.tiny.build import Recipe, WarmStartError, tasks_used
 from agent_r3.tiny.episodes import ScriptedEpisode, run_scripts, save_episodes
 from agent_r3.tiny.scripts import Edit, mixture, write_turns
 from agent_r3.tools import parse
@@ -218,6 +218,17 @@ async def test_the_policy_is_made_once_and_found_by_configs(tmp_path: Path, monk
     assert model_folder("tiny") == tiny_folder()
     assert model_folder("elsewhere") == Path("elsewhere")
     assert tiny_folder(Recipe(seed=2)) != tiny_folder()
+
+
+def test_the_policy_is_made_anew_for_changes_to_its_own_tasks_only() -> None:
+    tasks = read_spec(offline_spec_path("offline"))
+    used = tasks_used(tasks)
+    assert {task_id for task_id, *_ in used} == set(SCRIPTS)
+    assert tasks_used([task for task in reversed(tasks) if task.task_id in SCRIPTS]) == used
+    for task in tasks:
+        others = [other for other in tasks if other is not task]
+        changed = tasks_used([*others, task.model_copy(update={"problem_statement": "Another issue."})])
+        assert (changed != used) == (task.task_id in SCRIPTS), task.task_id
 
 
 def test_the_demo_config_uses_the_prompts_and_tasks_of_the_warm_start() -> None:

@@ -148,6 +148,15 @@ async def test_what_the_agent_broke_is_told_to_the_agent(toolbox: Toolbox, sandb
 
 
 @docker
+async def test_a_persistent_shell_carries_on_and_its_documentation_says_so(sandbox: RunnerSandbox) -> None:
+    carries_on = Toolbox(AgentConfig(command_timeout_s=20.0, persistent_shell=True))
+    await run(carries_on, sandbox, "execute_bash", cmd="cd pkg && export MARK=kept")
+    assert (await run(carries_on, sandbox, "execute_bash", cmd="pwd; echo $MARK")).text.endswith("/testbed/pkg\nkept")
+    assert "stay from call to call" in " ".join(carries_on.documentation.split())
+    assert "stay from call to call" not in " ".join(Toolbox(AgentConfig()).documentation.split())
+
+
+@docker
 async def test_execute_bash_tells_exit_code_and_output(toolbox: Toolbox, sandbox: RunnerSandbox) -> None:
     result = await run(toolbox, sandbox, "execute_bash", cmd="pwd; echo err >&2; exit 3")
     assert result == Observation("Exit code 3.\n/testbed\nerr")

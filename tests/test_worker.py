@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agent_r3.archive import check_trajectory, list_episodes, read_episode
-from agent_r3.config import Config
-from agent_r3.envs.backend import open_pool
+from agent_r3.config import Config, SandboxConfig
+from agent_r3.envs.backend import Backend, open_backend, open_pool
 from agent_r3.envs.grading import Grader
-from agent_r3.errors import DataError, EngineError
+from agent_r3.errors import DaemonError, DataError, EngineError
 from agent_r3.hfconfig import read_model
 from agent_r3.rollout.engine import Generation
 from agent_r3.rollout.tokens import ChatRenderer
@@ -21,6 +21,7 @@ from agent_r3.rollout.worker import RolloutWorker, task_at
 from agent_r3.store import Delivery, EmbeddedServer, GroupReader, TrajectoryWriter
 from agent_r3.tools.parsers import render
 from agent_r3.types import Int32Array, MoEShape, Task, ToolCall
+from tests.support.broker import MemoryGrader, MemoryProvider, broker_process
 from tests.support.engine import save_tiny_moe
 from tests.support.scripted import ScriptedEngine
 
@@ -104,31 +105,32 @@ def config_of(folder: Path, **rollout: object) -> Config:
 
 
 def publish(
-    store: str, config: Config, renderer: ChatRenderer, task: Task, fleet: ScriptedFleet, groups: int = 1
+    store: str, config: Config, renderer: ChatRenderer, task: Task, fleet: ScriptedFleet, backend: Backend | None = None
 ) -> list[Delivery]:
-    """Run a worker until it has published `groups` groups."""
+    """Run a worker, over the config's backend or another one, until it has published a group."""
+    configured = open_backend(config.sandbox, config.grading, run=RUN, owner="w")
 
     async def work() -> list[Delivery]:
-        pool = open_pool(config.sandbox, run=RUN)
-        async with TrajectoryWriter.connect(store, RUN) as writer:
-            grader = Grader(pool, config.grading)
+        async with (
+            nullcontext(backend) if backend else configured as (pool, grader),
+            TrajectoryWriter.connect(store, RUN) as writer,
+        ):
             worker = RolloutWorker("w", config, [task], renderer, fleet, pool, grader, writer)  # type: ignore[arg-type]
             running = asyncio.create_task(worker.run())
             try:
                 with GroupReader.connect(store, RUN) as reader:
                     reader.reset_position(0)
                     reader.set_policy(0, "weights")
-                    reader.set_demand(groups)
+                    reader.set_demand(1)
                     found: list[Delivery] = []
-                    while len(found) < groups:
+                    while not found:
                         assert not running.done(), running
-                        found += await asyncio.to_thread(reader.read, groups, 1.0)
+                        found += await asyncio.to_thread(reader.read, 1, 1.0)
                     return found
             finally:
                 running.cancel()
                 with suppress(asyncio.CancelledError):
                     await running
-                await pool.close()
 
     return asyncio.run(asyncio.wait_for(work(), 120))
 
@@ -142,10 +144,46 @@ def test_a_group_is_run_graded_by_hidden_tests_and_published(
     assert sorted(delivery.group.rewards) == [0.0, 1.0]
     assert delivery.group.infra_failures == {}
     assert delivery.seconds["grades_run"] == 2
+    outcomes = {name: count for name, count in delivery.seconds.items() if name.startswith("grade/")}
+    assert outcomes == {"grade/passed": 1, "grade/failed": 1}
     with GroupReader.connect(store, RUN) as reader:
         for trajectory_id in delivery.group.trajectory_ids:
             trajectory = reader.load(trajectory_id)
             assert len(trajectory.routing.experts) == len(trajectory.tokens) - 1
+
+
+def test_a_worker_needs_nothing_but_a_broker_for_its_sandboxes_and_grades(
+    store: str,
+    renderer: ChatRenderer,
+    pathspec_task: Task,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = {"dataset": "offline", "include": [pathspec_task.id]}
+    with broker_process(tmp_path, {"run": {"name": run_name}, "tasks": tasks}) as broker:
+        monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+        config = config_of(tmp_path)
+        config = config.model_copy(update={"sandbox": SandboxConfig(broker=broker.address, warm=2)})
+        (delivery,) = publish(
+            store, config, renderer, pathspec_task, ScriptedFleet(renderer, [[FIX, SUBMIT], [SUBMIT]])
+        )
+        assert sorted(delivery.group.rewards) == [0.0, 1.0] and delivery.group.infra_failures == {}
+    operations = [line["event"] for line in broker.audit()]
+    assert operations.count("acquire") == operations.count("close") == operations.count("grade") == 2
+
+
+def test_a_plan_that_cannot_be_announced_does_not_end_the_worker(
+    store: str, renderer: ChatRenderer, pathspec_task: Task, tmp_path: Path
+) -> None:
+    class Planless(MemoryProvider):
+        async def prefetch(self, tasks: list[Task]) -> None:
+            raise DaemonError("the engine is being started again")
+
+    fleet = ScriptedFleet(renderer, [[SUBMIT], [SUBMIT]])
+    backend = Backend(Planless(), MemoryGrader())
+    (delivery,) = publish(store, config_of(tmp_path), renderer, pathspec_task, fleet, backend)
+    assert delivery.group.rewards == (0.5, 0.5)
 
 
 def test_every_archived_episode_holds_exactly_what_the_engine_saw(

@@ -44,13 +44,13 @@ def rollout_metrics(ranks: Iterable[Sums], deliveries: Sequence[Delivery]) -> di
 
 
 def _seconds(deliveries: Sequence[Delivery]) -> dict[str, float]:
-    """Wall time from the first group's start to the last one's end, and each stage's seconds summed over episodes."""
-    stages: dict[str, float] = {}
+    """Wall time from the first group's start to the last one's end; stages' seconds and grades summed over episodes."""
+    metrics: dict[str, float] = {}
     for delivery in deliveries:
-        for name, seconds in delivery.seconds.items():
+        for name, value in delivery.seconds.items():
             if name not in ("began", "ended", "grades_run"):
-                stages[name] = stages.get(name, 0.0) + seconds
-    metrics = {f"rollout/seconds/{name}": seconds for name, seconds in stages.items()}
+                metric = f"rollout/{name}" if name.startswith("grade/") else f"rollout/seconds/{name}"
+                metrics[metric] = metrics.get(metric, 0.0) + value
     timed = [delivery.seconds for delivery in deliveries if {"began", "ended"} <= delivery.seconds.keys()]
     if timed:
         metrics["perf/rollout_s"] = max(s["ended"] for s in timed) - min(s["began"] for s in timed)

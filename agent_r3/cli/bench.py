@@ -9,11 +9,6 @@ app = typer.Typer(help="Benchmarks: ratios to a baseline of the same run.", no_a
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `r3` a subcommand while it is the only one."""
-
-
 @app.command()
 def r3(
     pairs: Annotated[int, typer.Option(min=2, help="Paired runs, on and off in alternating order.")] = 8,
@@ -26,11 +21,26 @@ def r3(
     from agent_r3.tiny import model_folder
 
     arguments = ["--model", str(model_folder("tiny")), "--pairs", str(pairs)]
-    _run("r3_overhead.py", [*arguments, *(["--json"] if as_json else [])])
+    _run("r3_overhead", [*arguments, *(["--json"] if as_json else [])])
 
 
-def _run(script: str, args: list[str]) -> None:
-    """Run a script of the checkout's benchmarks/ in a process of its own."""
+@app.command()
+def sandbox(
+    quick: Annotated[bool, typer.Option("--quick", help="Does it work: few repetitions, 8 containers for 32.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Sandboxes against the Docker SDK, mini-swe-agent and SWE-ReX: commands, starts, memory, grading. Under 5 minutes.
+
+    The two are installed from PyPI into an environment of their own in the cache.
+
+    Example: agent-r3 bench sandbox --json
+    """
+    _run("sandbox", [*(["--quick"] if quick else []), *(["--json"] if as_json else [])])
+
+
+def _run(module: str, args: list[str]) -> None:
+    """Run a module of the checkout's benchmarks/ in a process of its own."""
+    import os
     import subprocess
     import sys
     from pathlib import Path
@@ -38,7 +48,10 @@ def _run(script: str, args: list[str]) -> None:
     import agent_r3
     from agent_r3.errors import UserError
 
-    path = Path(agent_r3.__file__).resolve().parent.parent / "benchmarks" / script
+    checkout = Path(agent_r3.__file__).resolve().parent.parent
+    path = checkout / "benchmarks" / f"{module}.py"
     if not path.is_file():
         raise UserError(f"benchmark {path} is not there: benchmarks come with the source checkout, not with the wheel")
-    raise typer.Exit(subprocess.run([sys.executable, str(path), *args], check=False).returncode)
+    paths = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
+    raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode)

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from agent_r3.cli import bench, doctor, model, runs, serve, tasks, train, trainer, worker
+from agent_r3.cli import bench, broker, doctor, model, runs, serve, tasks, train, trainer, worker
 from agent_r3.errors import AgentR3Error, UserError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(runs.trajectory_app, name="trajectory")
 app.add_typer(bench.app, name="bench")
 app.command("serve", rich_help_panel="Roles (started by `train`)")(serve.serve)
+app.command("broker", rich_help_panel="Roles (started by `train`)")(broker.broker)
 app.command("rollout", rich_help_panel="Roles (started by `train`)")(worker.rollout)
 app.command("trainer", rich_help_panel="Roles (started by `train`)")(trainer.trainer)
 

@@ -1,4 +1,4 @@
-"""`agent-r3 tasks`: list, show, build and verify task datasets."""
+"""`agent-r3 tasks`: list, show, build, unpack and verify task datasets."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent_r3.envs.harbor_build import Progress
+    from agent_r3.envs.images import ImageBuilder
     from agent_r3.envs.verify import Verification
     from agent_r3.types import Task
 
-app = typer.Typer(help="Task datasets: list, show, build, verify.", no_args_is_help=True)
+app = typer.Typer(help="Task datasets: list, show, build, unpack, verify.", no_args_is_help=True)
 
 Dataset = Annotated[
-    str, typer.Argument(help="`offline`, a .parquet/.json/.jsonl file, a task file, or a hub id (owner/name).")
+    str,
+    typer.Argument(help="`offline`, a .parquet/.json/.jsonl file, a task file, a folder of Harbor tasks, or a hub id."),
 ]
 Split = Annotated[str, typer.Option(help="Split of a hub dataset.")]
 Only = Annotated[list[str] | None, typer.Option("--only", help="Task id; may be given several times. Default: all.")]
@@ -66,7 +71,9 @@ def show(
 
 @app.command()
 def build(
-    source: Annotated[str, typer.Argument(help="`offline`, or a task file of the same shape (JSON).")] = "offline",
+    source: Annotated[
+        str, typer.Argument(help="`offline`, a task file of the same shape (JSON), or a folder of Harbor tasks.")
+    ] = "offline",
     only: Only = None,
     config: Annotated[
         Path | None, typer.Option("--for", help="Training config: build what its tasks section names, instead.")
@@ -99,6 +106,10 @@ def build(
     def progress(task_id: str, stage: str) -> None:
         print(f"{time.perf_counter() - started:6.1f} s  {task_id}: {stage}", file=sys.stderr)
 
+    if Path(source).is_dir():
+        _build_folder(Path(source), only or (), ImageBuilder(base_image), progress, as_json)
+        return
+
     async def work() -> list[Built]:
         builder = ImageBuilder(base_image)
         async with open_pool(SandboxConfig(), run="tasks-build") as pool:
@@ -111,6 +122,23 @@ def build(
         _print_json({"images": images, "reused": reused, "rows": str(rows_path(spec)), "seconds": round(seconds, 1)})
     else:
         print(f"{len(built)} tasks ready, {reused} of them already there, in {seconds:.1f} s; rows: {rows_path(spec)}")
+
+
+def _build_folder(
+    folder: Path, only: "Sequence[str]", builder: "ImageBuilder", progress: "Progress", as_json: bool
+) -> None:
+    import time
+
+    from agent_r3.envs.harbor_build import build_harbor
+
+    started = time.perf_counter()
+    built = build_harbor(folder, only, builder, progress)
+    reused, seconds = sum(image.reused for image in built), time.perf_counter() - started
+    if as_json:
+        tags = {image.task_id: image.image for image in built}
+        _print_json({"images": tags, "reused": reused, "seconds": round(seconds, 1)})
+    else:
+        print(f"{len(built)} images ready, {reused} of them already there, in {seconds:.1f} s")
 
 
 @app.command()
@@ -136,11 +164,13 @@ def verify(
     Example: agent-r3 tasks verify offline --times 3 --out verified.jsonl
     """
     import asyncio
+    import functools
     import sys
 
     from agent_r3.config import GradingConfig, SandboxConfig
     from agent_r3.envs.backend import open_pool
     from agent_r3.envs.grading import Grader
+    from agent_r3.envs.harbor_grading import gold_patch
     from agent_r3.envs.verify import VERDICTS, Verification, append_verification, known_verifications, verify_tasks
     from agent_r3.errors import ConfigError
 
@@ -163,7 +193,10 @@ def verify(
         config = SandboxConfig(kind=sandbox, max_starting=workers)  # type: ignore[arg-type]
         async with open_pool(config, run="tasks-verify") as pool:
             grader = Grader(pool, GradingConfig(timeout_s=timeout_s, concurrency=workers, reuse=False))
-            return await verify_tasks(missing, grader, on_done, times=times, slow_s=slow_s, at_once=workers)
+            gold_of = functools.partial(gold_patch, pool)
+            return await verify_tasks(
+                missing, grader, on_done, times=times, slow_s=slow_s, at_once=workers, gold_of=gold_of
+            )
 
     fresh = asyncio.run(work()) if missing else []
     known.update((one.task_id, one) for one in fresh)
@@ -179,6 +212,63 @@ def verify(
         print(f"{counts['sound']} of {len(found)} sound{', ' + others if others else ''}")
     if counts["sound"] < len(found):
         raise typer.Exit(1)
+
+
+@app.command()
+def rootfs(
+    image: Annotated[
+        str | None,
+        typer.Argument(help="Image of the local Docker engine, or a .tar file of `docker save` or of OCI layout."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to unpack; default: the cache, where `sandbox.kind: bwrap` looks.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--for", help="Unpack the images of this dataset instead; the argument is then DIR.")
+    ] = None,
+    split: Split = "train",
+    only: Only = None,
+    name: Annotated[str | None, typer.Option(help="Reference of the image in a .tar file that holds no name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Unpack images for bwrap sandboxes. Files that several images share take their space once.
+
+    Example: agent-r3 tasks rootfs --for offline
+    """
+    import sys
+    import time
+
+    from agent_r3.envs.docker import connect
+    from agent_r3.envs.rootfs import RootfsStore
+    from agent_r3.errors import ConfigError
+
+    if dataset is not None:
+        if folder is not None:
+            raise ConfigError("give IMAGE or --for DATASET, not both")
+        folder = Path(image) if image else None
+    elif image is None:
+        raise ConfigError("give IMAGE, a .tar file or --for DATASET")
+    started, unpacked, reused = time.perf_counter(), list[str](), list[str]()
+
+    def on_image(done: str, there: bool) -> None:
+        (reused if there else unpacked).append(done)
+        print(f"{time.perf_counter() - started:6.1f} s  {done}{' is there' if there else ''}", file=sys.stderr)
+
+    store = RootfsStore(folder, on_image)
+    if dataset is not None:
+        store.unpack_images(connect(), [task.image for task in _load(dataset, split, only)])
+    elif image is not None and image.endswith(".tar"):
+        store.unpack_archive(Path(image), name)
+    elif image is not None:
+        store.unpack_images(connect(), [image])
+    seconds = time.perf_counter() - started
+    if as_json:
+        facts = {"folder": str(store.folder), "unpacked": unpacked, "reused": reused, "seconds": round(seconds, 1)}
+        _print_json(facts)
+    else:
+        print(
+            f"{len(unpacked)} images unpacked in {seconds:.1f} s, {len(reused)} already there; folder: {store.folder}"
+        )
 
 
 def _load(dataset: str, split: str, only: list[str] | None) -> "list[Task]":

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import structlog
 
-from agent_r3 import envs, rollout, tools
+from agent_r3 import rollout, tools
 from agent_r3.config import SandboxConfig, TasksConfig
 from agent_r3.envs.backend import open_pool
 from agent_r3.envs.cache import cache_dir
 from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.offline import OfflineTask, offline_spec_path, read_spec
 from agent_r3.errors import AgentR3Error, DataError
 from agent_r3.hfconfig import ModelInfo
 from agent_r3.rollout.tokens import END, ChatRenderer
@@ -62,17 +63,26 @@ def model_folder(path: str) -> Path:
 
 
 def tiny_folder(recipe: Recipe | None = None) -> Path:
-    """Where the tiny policy is kept. The name changes with the recipe and with what observations look like."""
-    digest = hashlib.sha256(json.dumps(asdict(recipe or Recipe())).encode())
+    """Where the tiny policy is kept. The name changes with the recipe, its tasks and what observations look like."""
+    used = tasks_used(read_spec(offline_spec_path("offline")))
+    digest = hashlib.sha256(json.dumps([asdict(recipe or Recipe()), used]).encode())
     sources = [
         *Path(__file__).parent.glob("*.py"),
         *Path(tools.__file__).parent.glob("*.py"),
         Path(rollout.__file__).parent / "tokens.py",
-        Path(envs.__file__).parent / "offline_tasks.json",
     ]
     for source in sorted(sources):
         digest.update(source.read_bytes())
     return cache_dir() / "models" / f"tiny-{digest.hexdigest()[:12]}"
+
+
+def tasks_used(tasks: Sequence[OfflineTask]) -> list[tuple[str, str, str, str]]:
+    """What scripted episodes show of a task file: of their own tasks the release and the issue. Pure."""
+    return [
+        (task.task_id, task.pypi, task.version_with_bug, task.problem_statement)
+        for task in sorted(tasks, key=lambda task: task.task_id)
+        if task.task_id in SCRIPTS
+    ]
 
 
 async def ensure_tiny(out: Path | None = None, *, force: bool = False) -> tuple[bool, Path]:

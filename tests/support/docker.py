@@ -37,7 +37,10 @@ RUN ldconfig && mkdir /testbed /r2e_tests && cd /testbed && git init -q -b main 
  && mkdir r2e_tests && touch r2e_tests/test_1.py /r2e_tests/test_1.py run_tests.sh
 WORKDIR /testbed
 """
-_NO_PYTHON = "FROM {base}\nRUN find / -xdev -name 'python*' -path '*/bin/*' -delete && ! command -v python3\n"
+_NO_PYTHON = """
+FROM agent-r3-test/repository:latest
+RUN find / -xdev -name 'python*' -path '*/bin/*' -delete && ! command -v python3
+"""
 _NO_GIT = "FROM {base}\nRUN ldconfig && rm $(command -v git) && mkdir /testbed\n"
 
 
@@ -51,17 +54,18 @@ def docker_engine() -> docker.APIClient:
 
 @pytest.fixture(scope="session")
 def sandbox_image(docker_engine: docker.APIClient) -> str:
-    return _build(docker_engine, "repository", _REPOSITORY)
+    return build_image(docker_engine, "repository", _REPOSITORY)
 
 
 @pytest.fixture(scope="session")
-def image_without_python(docker_engine: docker.APIClient) -> str:
-    return _build(docker_engine, "no-python", _NO_PYTHON)
+def image_without_python(docker_engine: docker.APIClient, sandbox_image: str) -> str:
+    """The repository of `sandbox_image`."""
+    return build_image(docker_engine, "no-python", _NO_PYTHON)
 
 
 @pytest.fixture(scope="session")
 def image_without_git(docker_engine: docker.APIClient) -> str:
-    return _build(docker_engine, "no-git", _NO_GIT)
+    return build_image(docker_engine, "no-git", _NO_GIT)
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def containers_of(api: docker.APIClient, run: str) -> list[str]:
     return [found["Id"] for found in api.containers(all=True, filters={"label": f"{RUN_LABEL}={run}"})]
 
 
-def _build(api: docker.APIClient, name: str, dockerfile: str) -> str:
+def build_image(api: docker.APIClient, name: str, dockerfile: str) -> str:
     tag = f"agent-r3-test/{name}:latest"
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as tar:
@@ -119,7 +123,8 @@ def _build(api: docker.APIClient, name: str, dockerfile: str) -> str:
         entry.size = len(data)
         tar.addfile(entry, io.BytesIO(data))
     context.seek(0)
-    log = list(api.build(fileobj=context, custom_context=True, tag=tag, network_mode="none", rm=True, decode=True))
+    options = {"network_mode": "none", "rm": True, "forcerm": True}
+    log = list(api.build(fileobj=context, custom_context=True, tag=tag, decode=True, **options))
     assert not any("error" in event for event in log), log[-3:]
     return tag
 

@@ -67,6 +67,7 @@ class DictSandbox:
     """Files in a dictionary; every command prints its own text."""
 
     id = "dict"
+    protected = False
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = files or {}
@@ -74,7 +75,15 @@ class DictSandbox:
         self.closed = False
 
     async def exec(
-        self, command: str, *, timeout_s: float, cwd: str | None = None, max_output_bytes: int = 1 << 20
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        max_output_bytes: int = 1 << 20,
+        persistent: bool = False,
+        stdin: bytes = b"",
+        max_report_bytes: int = 0,
     ) -> ExecResult:
         self.commands.append(command)
         output = command.encode()
