@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_r3.config import Config, EngineConfig, dump_config, require_trainable_sampling
-from agent_r3.envs.backend import reap, require_backend
 from agent_r3.envs.broker_client import check_broker
 from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.grading import require_gradable
+from agent_r3.envs.local import reap, require_backend
 from agent_r3.errors import AgentR3Error, ConfigError, ContractError, EngineError, UserError
 from agent_r3.hfconfig import ModelInfo, check_tokenizer, read_model
 from agent_r3.process import last_lines, spawn, stop, until_signalled
@@ -69,6 +70,8 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
         if config.engine.port:
             check_port(config.engine.host, config.engine.port)
     tasks = load_tasks(config.tasks)
+    for task in tasks:
+        require_gradable(task)
     if config.sandbox.broker is not None:
         check_broker(config.sandbox, tasks)
     else:

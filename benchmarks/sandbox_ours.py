@@ -13,9 +13,9 @@ import docker
 import psutil
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import RUN_LABEL, connect
 from agent_r3.envs.grading import Grader
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.envs.sandbox import Sandbox

@@ -1,22 +1,12 @@
-"""Which sandboxes a config means: Docker, bwrap, or those of a broker."""
+"""Where an episode gets its sandboxes and grades: from this process, or from a broker."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs import docker, scratch
 from agent_r3.envs.broker_client import BrokerClient
-from agent_r3.envs.bwrap import bwrap_problem, require_bwrap
-from agent_r3.envs.bwrap_host import BwrapHost, require_unpacked
-from agent_r3.envs.docker_host import DockerHost
-from agent_r3.envs.grading import Grader
-from agent_r3.envs.images import require_images
-from agent_r3.envs.pool import SandboxPool
-from agent_r3.envs.rootfs import RootfsStore
 from agent_r3.envs.sandbox import Grading, SandboxProvider
-from agent_r3.errors import UserError
-from agent_r3.types import Task
 
 
 class Backend(NamedTuple):
@@ -35,55 +25,9 @@ async def open_backend(
         async with BrokerClient.of(sandbox, name=f"{run}/{owner}", grade_retries=grading.retries) as client:
             yield Backend(client, client)
         return
+    # Not at the top: a worker behind a broker has no Docker SDK.
+    from agent_r3.envs.grading import Grader
+    from agent_r3.envs.local import open_pool
+
     async with open_pool(sandbox, run=run, owner=owner) as pool:
         yield Backend(pool, Grader(pool, grading))
-
-
-def open_pool(config: SandboxConfig, *, run: str = "none", owner: str = "worker") -> SandboxPool:
-    """A pool on this machine's own backend. Raises UserError where there is none.
-
-    `run` and `owner` label what is started, so that it can be told apart and reaped.
-    """
-    host = BwrapHost if local_kind(config) == "bwrap" else DockerHost
-    return SandboxPool(host(config, run, owner), config)
-
-
-def local_kind(config: SandboxConfig) -> Literal["docker", "bwrap"]:
-    """What runs sandboxes on this machine: `auto` is Docker where it answers, else bwrap where it works.
-
-    Raises UserError in one line on how to get either.
-    """
-    if config.kind != "auto":
-        return config.kind
-    no_docker = docker.docker_problem()
-    if no_docker is None:
-        return "docker"
-    no_bwrap = bwrap_problem()
-    if no_bwrap is None:
-        return "bwrap"
-    raise UserError(f"nothing here can run sandboxes: {no_docker}; or {no_bwrap}")
-
-
-def require_backend(config: SandboxConfig, tasks: Sequence[Task]) -> None:
-    """Raises UserError where this machine's backend cannot be used or has not what must be here for `tasks`."""
-    if local_kind(config) == "bwrap":
-        require_bwrap()
-        store = RootfsStore(config.rootfs)
-        for task in tasks:
-            require_unpacked(store, task)
-    else:
-        docker.require_docker()
-        require_images(tasks)
-
-
-def reap(config: SandboxConfig, run: str | None) -> int:
-    """Remove what ended processes left of `run` (every run for None) on this machine; the number of sandboxes.
-
-    What cannot be removed is logged.
-    """
-    removed = 0
-    if config.kind == "docker" or (config.kind == "auto" and docker.docker_problem() is None):
-        removed += docker.reap(run)
-    if config.kind != "docker":
-        removed += scratch.reap(run)
-    return removed

@@ -11,7 +11,7 @@ import structlog
 
 from agent_r3.config import GradingConfig
 from agent_r3.envs.harbor_grading import grade_harbor
-from agent_r3.envs.hidden_tests import HiddenRun, run_hidden_tests
+from agent_r3.envs.hidden_tests import HiddenRun, command_of, run_hidden_tests
 from agent_r3.envs.sandbox import FileMissingError, Sandbox, SandboxProvider
 from agent_r3.envs.signed_report import difference
 from agent_r3.errors import DataError, GradingError, InfraError
@@ -95,8 +95,7 @@ class Grader:
 
     async def _grade_once(self, task: Task, patch: bytes) -> Grade:
         timeout_s = task.test_timeout_s or self._config.timeout_s
-        if task.source is Source.SWE_BENCH:
-            raise DataError(f"task {task.id} is of SWE-bench; it is graded by `agent-r3 eval`")
+        require_gradable(task)
         if task.source is Source.HARBOR:
             return await grade_harbor(lambda: self._provider.acquire_for_grading(task), task, patch, timeout_s)
         sandbox = await self._provider.acquire_for_grading(task)
@@ -110,6 +109,14 @@ class Grader:
         if not sandbox.protected and task.image not in self._open_images:
             self._open_images.add(task.image)
             log.warning("tests could answer in the runner's place: the image has no usable Python", image=task.image)
+
+
+def require_gradable(task: Task) -> None:
+    """Raises DataError for a task whose patches cannot be graded here. Known before anything is run."""
+    if task.source is Source.SWE_BENCH:
+        raise DataError(f"task {task.id} is of SWE-bench; it is graded by `agent-r3 eval`, not trained on")
+    if task.source is not Source.HARBOR:
+        command_of(task)
 
 
 def judge(run: HiddenRun, task: Task) -> Grade:

@@ -65,7 +65,7 @@ async def run_hidden_tests(sandbox: Sandbox, task: Task, patch: bytes, timeout_s
     ours fails.
     """
     started = time.perf_counter()
-    command = _command_of(task)
+    command = command_of(task)
     if task.bug_patch and (complaint := await apply_whole(sandbox, task, task.bug_patch.encode())) is not None:
         raise DataError(f"task {task.id}: its bug does not apply to image {task.image}: {complaint}")
     applied = await apply_patch(sandbox, task, patch)
@@ -94,7 +94,8 @@ async def run_hidden_tests(sandbox: Sandbox, task: Task, patch: bytes, timeout_s
     )
 
 
-def _command_of(task: Task) -> PytestCommand:
+def command_of(task: Task) -> PytestCommand:
+    """The parts of the task's test command. Raises DataError for one of another form."""
     try:
         return parse_command(task.test_command)
     except UnknownCommandError as exc:

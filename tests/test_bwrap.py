@@ -17,11 +17,11 @@ import pytest
 
 from agent_r3.cli.main import main
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.backend import local_kind, open_pool, reap, require_backend
 from agent_r3.envs.bwrap import bwrap_problem
 from agent_r3.envs.bwrap_host import BwrapHost, limits_found
 from agent_r3.envs.cgroups import writable_parents
 from agent_r3.envs.grading import Grader
+from agent_r3.envs.local import local_kind, open_pool, reap, require_backend
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.rootfs import RootfsStore
 from agent_r3.envs.runner_sandbox import RunnerSandbox
@@ -198,7 +198,7 @@ async def test_what_is_closed_is_gone_from_the_machine(bwrap_run: str, unpacked_
 WORKER = """
 import asyncio, sys
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.backend import open_pool
+from agent_r3.envs.local import open_pool
 from tests.support.docker import make_task
 
 async def main():

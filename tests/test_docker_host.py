@@ -10,9 +10,9 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker_faults import Threads
 from agent_r3.envs.docker_removal import Removals
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.errors import ConfigError, DaemonError, DataError, DiskFullError, SandboxDeadError, SandboxError

@@ -12,7 +12,7 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.backend import open_pool
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import DataError, DiskFullError, ImagePullError
 from tests.support.docker import make_task

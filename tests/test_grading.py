@@ -10,13 +10,13 @@ import pytest
 
 from agent_r3.config import GradingConfig
 from agent_r3.envs.commits import file_diff, patch_of
-from agent_r3.envs.grading import Grader, judge
+from agent_r3.envs.grading import Grader, judge, require_gradable
 from agent_r3.envs.hidden_tests import HiddenRun
 from agent_r3.envs.images import require_images
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.sandbox import Sandbox, SandboxProvider
 from agent_r3.errors import DataError, GradingError
-from agent_r3.types import Outcome, Task
+from agent_r3.types import Outcome, Source, Task
 from tests.support.docker import make_task
 from tests.support.tasks import MISTUNE, PATHSPEC
 
@@ -377,3 +377,13 @@ def test_a_run_that_is_no_verdict_earns_0_whatever_it_says(outcome: Outcome) -> 
     grade = judge(HiddenRun({"a": "PASSED"}, 1, "", 1.0, outcome, "why", ("conftest.py",)), task)
     assert (grade.reward, grade.outcome, grade.statuses, grade.left_out) == (0.0, outcome, {}, ("conftest.py",))
     assert grade.reason.endswith("why")
+
+
+def test_what_cannot_be_graded_is_known_before_anything_runs() -> None:
+    require_gradable(dataclasses.replace(make_task("image:1"), test_command="python -m pytest -rA r2e_tests"))
+    for task, complaint in (
+        (dataclasses.replace(make_task("image:1", "a"), test_command="make test | tee log"), "not of the form"),
+        (dataclasses.replace(make_task("image:1", "a"), source=Source.SWE_BENCH), "graded by `agent-r3 eval`"),
+    ):
+        with pytest.raises(DataError, match=rf"task a.*{complaint}"):
+            require_gradable(task)

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from agent_r3.cli.tasks import app
 from agent_r3.config import GradingConfig, SandboxConfig, TasksConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.grading import Grader
 from agent_r3.envs.harbor_grading import gold_patch
 from agent_r3.envs.images import ImageBuilder
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import DataError, GradingError
 from agent_r3.types import Source, Task

@@ -58,3 +58,9 @@ def test_a_bare_import_of_a_folder_is_refused(folder: str) -> None:
         check=False,
     )
     assert "TID251" in checked.stdout
+
+
+def test_a_worker_behind_a_broker_needs_no_docker_package() -> None:
+    code = "import sys; sys.modules['docker'] = None; import agent_r3.rollout.service"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs import runner
-from agent_r3.envs.backend import open_pool
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.errors import DataError, SandboxError

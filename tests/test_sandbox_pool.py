@@ -15,8 +15,8 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import docker_problem, reap, require_docker
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.owners import owner_label
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import SandboxError, UserError
@@ -30,7 +30,7 @@ ENGINE = Path(__file__).parents[1] / "docker" / "engine.sh"
 WORKER = """
 import asyncio, sys
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.backend import open_pool
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from tests.support.docker import make_task
 

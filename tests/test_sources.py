@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.grading import Grader
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.rows import Origin, task_from_row
 from agent_r3.envs.runner_sandbox import RunnerSandbox

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from agent_r3.config import GradingConfig, SandboxConfig, TasksConfig, load_config
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.grading import Grader
 from agent_r3.envs.images import ImageBuilder
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.offline import offline_spec_path, read_spec
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.errors import DataError

@@ -11,8 +11,9 @@ import pytest
 
 from agent_r3.archive import check_trajectory, list_episodes, read_episode
 from agent_r3.config import Config, SandboxConfig
-from agent_r3.envs.backend import Backend, open_backend, open_pool
+from agent_r3.envs.backend import Backend, open_backend
 from agent_r3.envs.grading import Grader
+from agent_r3.envs.local import open_pool
 from agent_r3.errors import DaemonError, DataError, EngineError
 from agent_r3.hfconfig import read_model
 from agent_r3.rollout.engine import Generation

@@ -7,6 +7,8 @@ import typer
 from agent_r3.cli import bench, broker, doctor, model, runs, serve, tasks, train, trainer, worker
 from agent_r3.errors import AgentR3Error, UserError
 
+_ROLES = "Roles, each a process of its own"
+
 app = typer.Typer(
     name="agent-r3",
     help="Train coding agents on MoE models with GRPO and rollout routing replay (R3).",
@@ -21,10 +23,10 @@ app.add_typer(tasks.app, name="tasks")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.trajectory_app, name="trajectory")
 app.add_typer(bench.app, name="bench")
-app.command("serve", rich_help_panel="Roles (started by `train`)")(serve.serve)
-app.command("broker", rich_help_panel="Roles (started by `train`)")(broker.broker)
-app.command("rollout", rich_help_panel="Roles (started by `train`)")(worker.rollout)
-app.command("trainer", rich_help_panel="Roles (started by `train`)")(trainer.trainer)
+app.command("serve", rich_help_panel=_ROLES)(serve.serve)
+app.command("broker", rich_help_panel=_ROLES)(broker.broker)
+app.command("rollout", rich_help_panel=_ROLES)(worker.rollout)
+app.command("trainer", rich_help_panel=_ROLES)(trainer.trainer)
 
 
 def main() -> None:

@@ -93,9 +93,9 @@ def build(
     import time
 
     from agent_r3.config import SandboxConfig, load_config
-    from agent_r3.envs.backend import open_pool
     from agent_r3.envs.build import Built, build_tasks
     from agent_r3.envs.images import ImageBuilder
+    from agent_r3.envs.local import open_pool
     from agent_r3.envs.offline import offline_spec_path, rows_path
 
     if config is not None:
@@ -168,9 +168,9 @@ def verify(
     import sys
 
     from agent_r3.config import GradingConfig, SandboxConfig
-    from agent_r3.envs.backend import open_pool
     from agent_r3.envs.grading import Grader
     from agent_r3.envs.harbor_grading import gold_patch
+    from agent_r3.envs.local import open_pool
     from agent_r3.envs.verify import VERDICTS, Verification, append_verification, known_verifications, verify_tasks
     from agent_r3.errors import ConfigError
 

@@ -14,9 +14,9 @@ import structlog
 
 from agent_r3 import rollout, tools
 from agent_r3.config import SandboxConfig, TasksConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.cache import cache_dir
 from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.offline import OfflineTask, offline_spec_path, read_spec
 from agent_r3.errors import AgentR3Error, DataError
 from agent_r3.hfconfig import ModelInfo

@@ -26,10 +26,10 @@ import structlog
 
 from agent_r3.archive import list_episodes, read_episode
 from agent_r3.config import Config, SandboxConfig, TasksConfig, dump_config
-from agent_r3.envs.backend import open_pool, reap
 from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.images import ImageBuilder
+from agent_r3.envs.local import open_pool, reap
 from agent_r3.envs.offline import offline_spec_path
 from agent_r3.store import EmbeddedServer, GroupReader
 from agent_r3.types import Task, TrajectoryGroup

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.commits import file_diff, patch_of
 from agent_r3.envs.grading import Grader
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.sandbox import FileMissingError
 from agent_r3.types import Grade, Task

@@ -13,9 +13,9 @@ import pytest
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs import hostbase
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.docker import RUN_LABEL, connect
 from agent_r3.envs.images import ImageBuilder
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.pool import SandboxPool
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.types import Task

@@ -8,7 +8,8 @@ import docker
 import pytest
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.backend import open_backend, open_pool
+from agent_r3.envs.backend import open_backend
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.sandbox import Sandbox, SandboxProvider
 from agent_r3.types import Task
 from tests.support.broker import broker_at

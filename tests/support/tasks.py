@@ -7,10 +7,10 @@ import docker
 import pytest
 
 from agent_r3.config import SandboxConfig, TasksConfig
-from agent_r3.envs.backend import open_pool
 from agent_r3.envs.build import build_tasks
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.images import ImageBuilder
+from agent_r3.envs.local import open_pool
 from agent_r3.envs.offline import offline_spec_path
 from agent_r3.types import Task
 
