@@ -35,7 +35,6 @@ class Training:
 
     process: subprocess.Popen[str]
     folder: Path
-    began: float
 
     def wait_for(self, what: str, there: Callable[[], bool], timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
@@ -87,22 +86,23 @@ def tiny_policy() -> None:
     subprocess.run([*COMMAND, "model", "tiny"], check=True)
 
 
-@pytest.fixture
-def train(tiny_policy: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+@contextlib.contextmanager
+def trainings(folder: Path) -> Iterator[Callable[..., Training]]:
+    """Starts runs in `folder`; those that still go on at the end are stopped."""
     started: list[Training] = []
 
     def start(label: str, *overrides: str) -> Training:
         name = run_name(label)
-        out = (tmp_path / f"{name}.out").open("w")
+        out = (folder / f"{name}.out").open("w")
         command = [
             *COMMAND,
             "train",
             str(ROOT / "configs" / "tiny-cpu.yaml"),
             f"run.name={name}",
-            f"run.dir={tmp_path}",
+            f"run.dir={folder}",
         ]
         process = subprocess.Popen([*command, *SMALL, *overrides], stdout=out, stderr=subprocess.STDOUT, text=True)
-        started.append(Training(process, tmp_path / name, time.time()))
+        started.append(Training(process, folder / name))
         return started[-1]
 
     yield start
@@ -110,6 +110,23 @@ def train(tiny_policy: None, tmp_path: Path) -> Iterator[Callable[..., Training]
         if training.process.poll() is None:
             training.process.send_signal(signal.SIGINT)
             training.process.wait(timeout=60)
+
+
+@pytest.fixture
+def train(tiny_policy: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    with trainings(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_policy: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A run of two steps in two goes: one step, then `--resume` with one more. SGLang recorded every request."""
+    with trainings(tmp_path_factory.mktemp("finished")) as start:
+        first = start("finished", RECORD, "train.steps=1")
+        assert first.finish() == 0, first.output()
+        again = start("finished", RECORD, "train.steps=2", "--resume")
+        assert again.finish() == 0, again.output()
+        yield again
 
 
 Ids = tuple[int, ...]
@@ -126,10 +143,8 @@ def requests_seen(logs: Path) -> set[tuple[Ids, Ids]]:
     return seen
 
 
-def test_a_run_is_exact_from_the_engines_record_to_the_summary(train: Callable[..., Training]) -> None:
-    training = train("exact", RECORD)
-    assert training.finish() == 0, training.output()
-    summary = json.loads((training.folder / "summary.json").read_text())
+def test_a_run_is_exact_from_the_engines_record_to_the_summary(finished: Training) -> None:
+    summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["episodes"] == EPISODES
     assert summary["r3_coverage"] == 1.0
     assert summary["rows_missing"] == 0 and summary["reprefilled_tokens"] == 0
@@ -137,11 +152,11 @@ def test_a_run_is_exact_from_the_engines_record_to_the_summary(train: Callable[.
     assert 0 < summary["cached_tokens"] < summary["prompt_tokens"]
     assert 0 < summary["kl_replay"] < 1e-3 and summary["kl_native"] > 0
     assert set(summary["wall_s"]) >= {"rollout", "update", "push"}
-    assert (training.folder / "report.html").stat().st_size > 10_000
-    assert any((training.folder / "tensorboard").iterdir())
+    assert (finished.folder / "report.html").stat().st_size > 10_000
+    assert any((finished.folder / "tensorboard").iterdir())
 
-    seen = requests_seen(training.folder / "logs")
-    episodes = [read_episode(path) for path in list_episodes(training.folder)]
+    seen = requests_seen(finished.folder / "logs")
+    episodes = [read_episode(path) for path in list_episodes(finished.folder)]
     assert len(episodes) == EPISODES
     for episode in episodes:
         check_trajectory(episode)
@@ -150,19 +165,17 @@ def test_a_run_is_exact_from_the_engines_record_to_the_summary(train: Callable[.
             sent = turn.start + turn.prompt
             assert (tokens[:sent], tokens[sent : sent + turn.sampled]) in seen
         assert len(tokens) == sent + turn.sampled, "the last turn's input and output are the whole trajectory"
-    assert containers("exact") == []
+    assert containers("finished") == []
 
 
-def test_the_exported_trajectory_is_what_the_engine_saw_in_its_last_turn(train: Callable[..., Training]) -> None:
-    training = train("export", RECORD, "train.steps=1")
-    assert training.finish() == 0, training.output()
-    seen = requests_seen(training.folder / "logs")
+def test_the_exported_trajectory_is_what_the_engine_saw_in_its_last_turn(finished: Training) -> None:
+    seen = requests_seen(finished.folder / "logs")
     listed = subprocess.run(
-        [*COMMAND, "trajectory", "list", str(training.folder), "--json"], check=True, capture_output=True, text=True
+        [*COMMAND, "trajectory", "list", str(finished.folder), "--json"], check=True, capture_output=True, text=True
     )
     first = json.loads(listed.stdout.splitlines()[0])
-    out = training.folder / "episode.json"
-    subprocess.run([*COMMAND, "trajectory", "export", str(training.folder), first["id"], "--out", str(out)], check=True)
+    out = finished.folder / "episode.json"
+    subprocess.run([*COMMAND, "trajectory", "export", str(finished.folder), first["id"], "--out", str(out)], check=True)
     episode = json.loads(out.read_text())
     last = episode["turns"][-1]
     cut = last["start"] + last["prompt"]
@@ -172,14 +185,11 @@ def test_the_exported_trajectory_is_what_the_engine_saw_in_its_last_turn(train: 
     assert sum(episode["loss_mask"]) == sampled == sum(value != 0 for value in episode["logprobs"])
 
 
-def test_a_finished_run_goes_on_with_resume_and_more_steps(train: Callable[..., Training]) -> None:
-    assert train("resumed", "train.steps=1").finish() == 0
-    again = train("resumed", "train.steps=2", "--resume")
-    assert again.finish() == 0, again.output()
-    metrics = read_metrics(again.folder)
+def test_a_finished_run_goes_on_with_resume_and_more_steps(finished: Training) -> None:
+    metrics = read_metrics(finished.folder)
     assert [line["step"] for line in metrics] == [0, 1]
     assert metrics[1]["rollout/reprefilled_tokens"] == 0 and metrics[1]["r3/coverage"] == 1.0
-    groups = sorted(read_info(path).group_id for path in list_episodes(again.folder))
+    groups = sorted(read_info(path).group_id for path in list_episodes(finished.folder))
     assert groups == sorted(f"g{index:06d}" for index in range(2 * len(SCRIPTS)) for _ in range(4))
 
 
