@@ -40,8 +40,7 @@ def bwrap_run() -> Iterator[str]:
     yield name
     left = left_of(name)
     for sandbox in left:
-        for pid in processes_of(sandbox):
-            os.kill(pid, signal.SIGKILL)
+        _kill_all(sandbox)
     reap(name)
     assert not left, f"left over: {left}"
 
@@ -75,8 +74,13 @@ def processes_of(sandbox: str) -> list[int]:
 
 def kill_bwrap(sandbox: Sandbox) -> None:
     """End a sandbox from outside."""
-    for pid in processes_of(sandbox.id):
-        os.kill(pid, signal.SIGKILL)
+    _kill_all(sandbox.id)
+
+
+def _kill_all(sandbox: str) -> None:
+    for pid in processes_of(sandbox):
+        with contextlib.suppress(ProcessLookupError):  # it went with one that was killed before
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
