@@ -3,10 +3,10 @@
 # It does the same more slowly (a few processes a command), with these differences: it cannot close itself to the
 # processes of a command (`ready, 0`), times are exact to 10 ms, and a command's input is a file, not a pipe.
 #
-# A command writes to a named pipe that this shell holds open at both ends, and `cat` carries it to a file. When the
-# command has ended, every process but ours is stopped, `cat` alone goes on until the pipe is empty, and then all are
-# killed: nothing that was written is lost, and nobody lives on. Files and pipes lose their names as soon as they are
-# open, so that a command that empties the folder does no harm.
+# A command writes to a pipe of its own, and `cat` carries it to a file. When the command has ended, every process is
+# stopped at once, so that none can start another, and all but `cat` are killed: with the last writer gone `cat` reads to
+# the end of the pipe and ends too. Nothing that was written is lost, and nobody lives on. Files and pipes lose their
+# names as soon as they are open, so that a command that empties the folder does no harm.
 
 [ $$ = 1 ] || { echo "shell runner: not PID 1, and its kill -1 would reach processes that are not its own" >&2; exit 1; }
 
@@ -20,18 +20,26 @@ dir=/var/tmp/agent-r3-runner
 setsid=$(type -P setsid)
 
 # 4/5: a command's output, 6/7: its report (read and write end); 8: a pipe in which nothing ever comes, to sleep on;
-# 9, 10, 11: files with the output, the report, and what came for a command or a file.
-mkdir -p "$dir" && chmod 700 "$dir" && mkfifo "$dir/out" "$dir/report" "$dir/never" || exit 1
+# 9, 10, 11: files with the output, the report, and what came for a command or a file; 12: for a moment.
+mkdir -p "$dir" && chmod 700 "$dir" && mkfifo "$dir/never" || exit 1
 exec 8<>"$dir/never"
-exec 5<>"$dir/out" 4<"$dir/out" 7<>"$dir/report" 6<"$dir/report"
-rm -f "$dir/out" "$dir/report" "$dir/never"
+rm -f "$dir/never"
 
 new_file() { # empty and nameless, at the descriptor $1
     [ -d "$dir" ] || mkdir -p "$dir" || exit 1
-    rm -f "$dir/file"
+    rm -rf "$dir/file"
     : >"$dir/file" || exit 1
     eval "exec $1<>\"$dir/file\""
     rm -f "$dir/file"
+}
+
+new_pipe() { # nameless, read end at the descriptor $1, write end at $2
+    [ -d "$dir" ] || mkdir -p "$dir" || exit 1
+    rm -rf "$dir/pipe"
+    mkfifo "$dir/pipe" || exit 1
+    # Opened at both ends first: opening one end of a pipe waits for the other.
+    eval "exec 12<>\"$dir/pipe\" $1<\"$dir/pipe\" $2>\"$dir/pipe\" 12>&-"
+    rm -f "$dir/pipe"
 }
 
 size_of() { # descriptor -> size
@@ -48,8 +56,15 @@ uptime_ms() { # -> now
 # --- messages
 
 read_byte() { # -> byte; ends the sandbox when the host has gone
-    IFS= read -r -d '' -n 1 byte || exit 0
-    value_of_byte
+    local tries
+    for tries in 1 2 3 4 5; do # a child's death can make a read fail as the end of the input does
+        if IFS= read -r -d '' -n 1 byte; then
+            value_of_byte
+            return
+        fi
+        nap 0.002
+    done
+    exit 0
 }
 
 value_of_byte() {
@@ -152,11 +167,15 @@ start_command() { # -> pid
 start_collectors() { # -> collectors[]
     new_file 9
     new_file 10
-    cat <&4 >&9 4<&- 5>&- 6<&- 7>&- 8<&- 9<&- 10<&- 11<&- &
+    new_pipe 4 5
+    cat <&4 >&9 4<&- 5>&- 8<&- 9<&- 10<&- 11<&- &
     collectors=($!)
+    exec 4<&-
     if ((report_cap)); then
-        cat <&6 >&10 4<&- 5>&- 6<&- 7>&- 8<&- 9<&- 10<&- 11<&- &
+        new_pipe 6 7
+        cat <&6 >&10 5>&- 6<&- 7>&- 8<&- 9<&- 10<&- 11<&- &
         collectors+=($!)
+        exec 6<&-
     fi
 }
 
@@ -175,13 +194,13 @@ watch() { # -> why
         printf -v pause 0.%03d $wait
         IFS= read -r -d '' -n 1 -t "$pause" byte
         status=$?
-        # A child's death can make it fail as the end of the input does, which `-t 0` sees and a fresh read confirms.
-        if ((status == 1)) && read -t 0; then
-            IFS= read -r -d '' -n 1 byte
-            status=$?
-        fi
         if ((status == 0)); then
             value_of_byte
+        elif ((status == 1)) && read -t 0; then # there is input, or its end
+            read_byte
+            status=0
+        fi
+        if ((status == 0)); then
             number=$byte
             for _ in 1 2 3; do
                 read_byte
@@ -189,32 +208,33 @@ watch() { # -> why
             done
             read_fields
             if [ "${fields[0]}" = stop ]; then why=stopped; return; fi
-        elif ((status == 1)) && read -t 0; then
-            exit 0
         fi
         ((wait = wait < 25 ? 2 * wait : 50))
     done
 }
 
-drained() { # pid of cat, its pipe: it waits for more, and there is none
-    local stat
-    read -r stat <"/proc/$1/stat" || return 0
-    stat=${stat##*) }
-    [ "${stat%% *}" = S ] && ! read -t 0 -u "$2"
-}
-
 end_all() {
-    local tries found
+    local process others
     kill -STOP -1
-    kill -CONT "${collectors[@]}"
-    for ((tries = 0; tries < 2000; tries++)); do
-        if drained "${collectors[0]}" 4 && { ((!report_cap)) || drained "${collectors[1]}" 6; }; then break; fi
+    while :; do
+        others=()
+        for process in /proc/[0-9]*; do
+            process=${process#/proc/}
+            case " 1 ${collectors[*]} " in
+                *" $process "*) ;;
+                *) others+=("$process") ;;
+            esac
+        done
+        ((${#others[@]})) || break
+        kill -KILL "${others[@]}"
         nap 0.002
     done
-    while :; do
+    kill -CONT "${collectors[@]}"
+    wait "${collectors[@]}"
+    while :; do # one that has taken the number of a `cat` that the command killed
         kill -KILL -1
-        found=(/proc/[0-9]*)
-        ((${#found[@]} > 1)) || break
+        others=(/proc/[0-9]*)
+        ((${#others[@]} > 1)) || break
         nap 0.002
     done
 }
@@ -227,6 +247,7 @@ run() {
     deadline=$((began + fields[3]))
     start_collectors
     start_command
+    exec 5>&- 7>&-
     watch
     end_all
     wait "$pid"
