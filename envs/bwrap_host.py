@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
-from docker.utils import parse_bytes
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs import scratch as places
@@ -29,6 +28,7 @@ from agent_r3.envs.rootfs import Rootfs, RootfsStore
 from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.envs.scratch import Scratch, make_scratch
 from agent_r3.envs.seccomp import deny_filter
+from agent_r3.envs.sizes import Sizes
 from agent_r3.errors import DataError, DiskFullError, SandboxDeadError, SandboxError
 from agent_r3.types import Task
 
@@ -54,6 +54,7 @@ class BwrapHost:
         self._overlay = overlay
         self._store = RootfsStore(config.rootfs)
         self._root = places.scratch_root()
+        self._sizes = Sizes.of(config)
         self._parents = writable_parents()
         self._rlimits = stand_ins(config, self._parents)
         self._filter = deny_filter()
@@ -92,14 +93,14 @@ class BwrapHost:
         return sandbox
 
     def _require_space(self) -> None:
-        free, floor = places.free_bytes(self._root), int(parse_bytes(self._config.disk_floor))
+        free, floor = places.free_bytes(self._root), self._sizes.disk_floor
         if free < floor:
             raise DiskFullError(f"{free} bytes are free at {self._root}, below sandbox.disk_floor ({floor})")
 
     def _place(self, name: str) -> Scratch:
         config = self._config
         # bwrap's own process, which waits outside, is one more.
-        limits = Limits(int(parse_bytes(config.memory)), config.pids + 1, config.cpus)
+        limits = Limits(self._sizes.memory, config.pids + 1, config.cpus)
         groups = make_groups(self._parents, name, limits)
         try:
             return make_scratch(self._root, name, self._run, self._owner, groups)
@@ -145,7 +146,7 @@ class BwrapHost:
 
     async def maintain(self, sandboxes: Collection[RunnerSandbox], planned: Collection[Task]) -> None:
         """End sandboxes that wrote more than `sandbox.disk`; remove what ended processes of any run left here."""
-        most = int(parse_bytes(self._config.disk))
+        most = self._sizes.disk
         running = [self._running[sandbox.id] for sandbox in sandboxes if sandbox.id in self._running]
         try:
             sizes = await places.bytes_written([each.scratch.folder for each in running])
@@ -180,10 +181,11 @@ def stand_ins(config: SandboxConfig, parents: list[Parent]) -> Rlimits:
     """Limits of each process, in place of the control groups that cannot be made."""
     controlled = {name for parent in parents for name in parent.controllers}
     version = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
+    sizes = Sizes.of(config)
     return Rlimits(
-        file_size=int(parse_bytes(config.file_size)),
+        file_size=sizes.file_size,
         processes=None if "pids" in controlled or version < _OWN_PROCESS_COUNT else config.pids,
-        data=None if "memory" in controlled else int(parse_bytes(config.memory)),
+        data=None if "memory" in controlled else sizes.memory,
     )
 
 

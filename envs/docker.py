@@ -5,13 +5,13 @@ import time
 
 import docker
 import structlog
-from docker.errors import APIError, DockerException, NotFound
-from docker.utils import kwargs_from_env, parse_bytes
+from docker.errors import APIError, NotFound
+from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
 from agent_r3.envs.docker_faults import FAULTS
 from agent_r3.envs.owners import has_ended
-from agent_r3.errors import ConfigError, UserError
+from agent_r3.errors import UserError
 
 log = structlog.get_logger(__name__)
 
@@ -36,14 +36,6 @@ def connect(timeout_s: int = 30) -> docker.APIClient:
     if not api.base_url.startswith(("http+docker://", "http://")):
         raise UserError(f"DOCKER_HOST leads to {api.base_url}; only a unix socket or plain TCP works, not TLS or ssh")
     return api
-
-
-def config_bytes(key: str, text: str) -> int:
-    """A size of the config, such as `2g`, in bytes. Raises ConfigError."""
-    try:
-        return int(parse_bytes(text))
-    except DockerException as exc:
-        raise ConfigError(f"sandbox.{key}: `{text}` is not a size; write a number and b, k, m or g, like 2g") from exc
 
 
 def docker_problem() -> str | None:

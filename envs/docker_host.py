@@ -33,7 +33,6 @@ from agent_r3.envs.docker import (
     DEADLINE_LABEL,
     OWNER_LABEL,
     RUN_LABEL,
-    config_bytes,
     connect,
     remove_left_over,
 )
@@ -43,6 +42,7 @@ from agent_r3.envs.docker_removal import Removals
 from agent_r3.envs.launch import LAUNCH, RUNNER, UNUSABLE
 from agent_r3.envs.owners import owner_label
 from agent_r3.envs.runner_sandbox import RunnerSandbox
+from agent_r3.envs.sizes import Sizes
 from agent_r3.errors import DataError, DiskFullError, SandboxDeadError, SandboxError
 from agent_r3.types import Task
 
@@ -71,9 +71,7 @@ class DockerHost:
         self._threads = Threads(config.max_starting + 8, "docker")
         self._images = DockerImages(self._api, config)
         self._removals = Removals(self._api, self._threads)
-        self._disk = config_bytes("disk", config.disk)
-        self._memory = config_bytes("memory", config.memory)
-        self._file_size = config_bytes("file_size", config.file_size)
+        self._sizes = Sizes.of(config)
         self._hurry = threading.Event()
         self._closed = False
 
@@ -137,15 +135,15 @@ class DockerHost:
         config = self._config
         host_config = self._api.create_host_config(
             network_mode="default" if task.network else "none",
-            mem_limit=self._memory,
-            memswap_limit=self._memory,
+            mem_limit=self._sizes.memory,
+            memswap_limit=self._sizes.memory,
             nano_cpus=round(config.cpus * 1e9),
             pids_limit=config.pids,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             log_config=LogConfig(type="none", config={}),
             ulimits=[
-                Ulimit(name="fsize", soft=self._file_size, hard=self._file_size),
+                Ulimit(name="fsize", soft=self._sizes.file_size, hard=self._sizes.file_size),
                 Ulimit(name="core", soft=0, hard=0),
             ],
             auto_remove=True,
@@ -210,7 +208,7 @@ class DockerHost:
             found = await self._threads.call(self._api.containers, filters=own, size=True)
         sizes = {name.lstrip("/"): container.get("SizeRw", 0) for container in found for name in container["Names"]}
         for sandbox in sandboxes:
-            if (size := sizes.get(sandbox.id, 0)) > self._disk:
+            if (size := sizes.get(sandbox.id, 0)) > self._sizes.disk:
                 fate = f"{sandbox.id} of task {sandbox.task.id} wrote {size >> 20} MiB"
                 log.warning("a sandbox outgrew its disk", sandbox=sandbox.id, task=sandbox.task.id, mib=size >> 20)
                 sandbox.end(DiskFullError(f"{fate}; sandbox.disk is {self._config.disk}"))

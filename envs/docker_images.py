@@ -18,9 +18,9 @@ from docker.errors import APIError, NotFound
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.cache import cache_dir
-from agent_r3.envs.docker import config_bytes
 from agent_r3.envs.docker_faults import FAULTS, Threads, engine_boundary, in_detached_thread
 from agent_r3.envs.docker_pull import Puller
+from agent_r3.envs.sizes import Sizes
 from agent_r3.errors import DataError, DiskFullError, ImagePullError
 from agent_r3.types import Task
 
@@ -36,7 +36,7 @@ class DockerImages:
     def __init__(self, api: docker.APIClient, config: SandboxConfig) -> None:
         self._api = api
         self._config = config
-        self._floor = config_bytes("disk_floor", config.disk_floor)
+        self._floor = Sizes.of(config).disk_floor
         self._spare_s = max(120.0, 3 * config.watch_s)  # another process that plans an image has named it since then
         self._puller = Puller(api, config.pull_timeout_s)
         self._threads = Threads(4, "images")

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import stat
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,10 @@ from structlog.testing import CapturingLogger
 
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.backend import Backend
-from agent_r3.envs.broker import listen
 from agent_r3.envs.broker_client import BrokerClient, check_broker
 from agent_r3.envs.broker_wire import (
     LARGEST_BODY,
     LEASE_HEADER,
-    error_from,
-    error_header,
     frame,
     parse_address,
     read_token,
@@ -29,9 +25,7 @@ from agent_r3.envs.broker_wire import (
 )
 from agent_r3.envs.sandbox import FileMissingError
 from agent_r3.errors import (
-    AgentR3Error,
     BrokerError,
-    ConfigError,
     ContractError,
     DaemonError,
     DataError,
@@ -429,50 +423,6 @@ async def test_the_audit_log_names_every_operation_and_no_contents(client: Broke
         assert "secret" not in str(fields)
 
 
-def test_tcp_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match=r"does not listen at http://127.0.0.1:0 without a token: give --token-file"):
-        listen(parse_address("http://127.0.0.1:0", "x"), None)
-
-
-def test_a_unix_socket_is_its_owners_alone_and_a_live_one_stays(tmp_path: Path) -> None:
-    path = tmp_path / "broker.sock"
-    address = parse_address(f"unix://{path}", "x")
-    first = listen(address, None)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(UserError, match=f"a broker already listens at unix://{path}"):
-        listen(address, None)
-    first.close()
-    listen(address, None).close()  # the one that nobody serves is replaced
-    path.unlink()
-    path.write_text("precious")
-    with pytest.raises(UserError, match="is no socket"):
-        listen(address, None)
-    assert path.read_text() == "precious"
-    for wrong in (f"unix://{tmp_path}/none/broker.sock", f"unix://{tmp_path}/{'x' * 200}"):
-        with pytest.raises(UserError, match="cannot listen at"):
-            listen(parse_address(wrong, "x"), None)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "unix://", "unix://relative/path", "/run/x.sock", "http://host", "https://host:1", "http://host:x",
-     "http://u:p@host:1", "http://host:1/path", "http://[::1"],
-)  # fmt: skip
-def test_an_address_that_is_none_is_the_users_to_mend(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"sandbox\.broker: .* is neither unix:///PATH nor http://HOST:PORT"):
-        parse_address(text, "sandbox.broker")
-
-
-@pytest.mark.parametrize("content", ["", "short", "two lines of\nsome length each", "\xff" * 20])
-def test_a_token_that_is_none_is_the_users_to_mend(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "token"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match="must be one line of at least 16 ASCII characters"):
-        read_token(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_token(tmp_path / "none")
-
-
 async def test_at_start_a_missing_broker_or_a_wrong_token_is_the_users_to_mend(served: Served, tmp_path: Path) -> None:
     def check(**changes: Any) -> None:
         check_broker(served.config.model_copy(update=changes), TASKS)
@@ -491,13 +441,3 @@ async def test_at_start_a_missing_broker_or_a_wrong_token_is_the_users_to_mend(s
         config = served.config.model_copy(update=changes)
         with pytest.raises(UserError, match=words):
             await Served(config, served.provider, served.grader, served.audit).client(patience_s=0.2).__aenter__()
-
-
-def test_every_error_of_ours_is_known_by_name() -> None:
-    def kinds(kind: type[AgentR3Error]) -> list[type[AgentR3Error]]:
-        return [kind, *(found for sub in kind.__subclasses__() for found in kinds(sub))]
-
-    for kind in kinds(AgentR3Error):
-        if kind.__module__ == "agent_r3.errors":
-            assert type(error_from(error_header(kind("text")))) is kind
-    assert type(error_from({"error": "OfALaterVersion", "text": "x"})) is BrokerError

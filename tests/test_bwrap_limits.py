@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from agent_r3.config import SandboxConfig
-from agent_r3.envs.bwrap_host import stand_ins
+from agent_r3.envs.bwrap_host import BwrapHost, stand_ins
 from agent_r3.envs.cgroups import Limits, Parent, make_groups, remove_groups, writable_parents
 from agent_r3.envs.seccomp import deny_filter
+from agent_r3.errors import ConfigError
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -143,3 +144,10 @@ def test_rlimits_stand_in_for_the_groups_that_cannot_be_made() -> None:
     assert (stand_ins(config, []).processes, stand_ins(config, []).data) == (77, 1 << 30)
     both = stand_ins(config, [Parent(Path(os.sep), 1, ("memory", "pids"))])
     assert (both.processes, both.data, both.file_size) == (None, None, 1 << 30)
+
+
+@pytest.mark.parametrize("key", ["memory", "file_size", "disk", "disk_floor"])
+def test_a_size_that_is_none_is_the_users_to_mend(key: str) -> None:
+    config = SandboxConfig.model_validate({"kind": "bwrap", key: "much"})
+    with pytest.raises(ConfigError, match=f"sandbox.{key}: `much` is not a size"):
+        BwrapHost(config, "test", "test")
