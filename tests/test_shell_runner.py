@@ -33,7 +33,8 @@ async def test_a_command_finds_its_own_descriptors_and_surroundings_only(sandbox
     names = (await sandbox.exec("compgen -e | sort", timeout_s=20)).text.split()
     assert not {"LC_ALL", "OLDPWD", "command", "fields", "dir"} & set(names) and "PATH" in names
     ignored = await sandbox.exec("grep SigIgn /proc/self/status", timeout_s=20)
-    assert int(ignored.text.split()[1], 16) == 0
+    own_to_libc = 1 << (32 - 1)  # no shell can reset signal 32: a process under an engine that ignores it inherits that
+    assert int(ignored.text.split()[1], 16) & ~own_to_libc == 0
     assert (await sandbox.exec("cut -d' ' -f6 /proc/$$/stat; echo $$", timeout_s=20)).text.split()[0] != "1"  # session
 
 
