@@ -3,6 +3,8 @@
 Tensors: tokens int32 [T], loss_mask bool [T], logprobs float32 [T], versions int32 [T], rows uint8 or uint16
 [T-1, L, K]. The JSON under the metadata key `episode` has the task, the reward and why, the grading's outcome, the
 ending, the agent's patch, and each turn's span, text, calls, observations, cached tokens and seconds.
+
+An evaluation has no arrays to keep: its episodes are `trajectories/step_0/<id>.json`, that JSON alone.
 """
 
 import json
@@ -23,6 +25,7 @@ from agent_r3.types import Ending, Grade, Observation, Outcome, Routing, ToolCal
 
 _FORMAT = "agent-r3 episode 2"
 _TENSORS = ("tokens", "loss_mask", "logprobs", "versions", "rows")
+_ARRAYS, _TEXT = ".safetensors", ".json"
 _PATCH_CHARS = 200_000
 
 
@@ -44,12 +47,12 @@ class TurnText:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeInfo:
-    """What is known without the arrays."""
+    """What is known without the arrays. Without a reward it was not graded yet, and without an outcome not by tests."""
 
     id: str
     group_id: str
     task_id: str
-    reward: float
+    reward: float | None
     reason: str  # of the reward
     ending: Ending
     patch: str
@@ -57,7 +60,7 @@ class EpisodeInfo:
     prompt_tokens: int
     cached_tokens: int
     reprefilled_tokens: int
-    outcome: Outcome  # of the grading
+    outcome: Outcome | None  # of the grading
     left_out: tuple[str, ...]  # files of the patch that no patch may change
     flaky: bool  # runs of the hidden tests disagreed
 
@@ -65,6 +68,10 @@ class EpisodeInfo:
     def tokens(self) -> int:
         """T."""
         return sum(turn.prompt + turn.sampled for turn in self.turns)
+
+    @property
+    def good(self) -> bool:
+        return self.reward is not None and self.reward > 0
 
     @property
     def policy_version(self) -> int:
@@ -105,8 +112,8 @@ def write_episode(
         reward=grade.reward,
         reason=grade.reason,
         ending=ending,
-        patch=patch.decode(errors="replace")[:_PATCH_CHARS],
-        turns=tuple(_turn_text(turn) for turn in turns),
+        patch=patch_text(patch),
+        turns=tuple(turn_text(turn) for turn in turns),
         prompt_tokens=end.prompt_tokens,
         cached_tokens=end.cached_tokens,
         reprefilled_tokens=end.reprefilled_tokens,
@@ -122,31 +129,49 @@ def write_episode(
         "rows": np.ascontiguousarray(trajectory.routing.experts),
     }
     metadata = {"format": _FORMAT, "episode": json.dumps(asdict(info)), "crc32": str(_checksum(tensors))}
-    folder = run_folder / "trajectories" / f"step_{step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{trajectory_id}.safetensors"
-    partial = folder / f".{trajectory_id}.{os.getpid()}.tmp"
+    path = _place(run_folder, step, trajectory_id, _ARRAYS)
+    partial = _partial(path)
     save_file(tensors, partial, metadata)
     partial.replace(path)
     return path
 
 
+def write_transcript(run_folder: Path, info: EpisodeInfo) -> Path:
+    """Write `run_folder/trajectories/step_0/<id>.json`, whole or not at all; an earlier one is replaced."""
+    path = _place(run_folder, 0, info.id, _TEXT)
+    partial = _partial(path)
+    partial.write_text(json.dumps({"format": _FORMAT, "episode": asdict(info)}))
+    partial.replace(path)
+    return path
+
+
+def transcript_path(run_folder: Path, trajectory_id: str) -> Path:
+    """Where `write_transcript` writes an episode."""
+    return run_folder / "trajectories" / "step_0" / f"{trajectory_id}{_TEXT}"
+
+
 def read_info(path: Path) -> EpisodeInfo:
     """The episode without its arrays; reads only the file's header. Raises DataError for a file that is not one."""
+    if path.suffix == _TEXT:
+        with boundary(DataError, f"episode {path}", OSError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_text())
+            return _parse_info(path, content["format"], content["episode"])
     with boundary(DataError, f"episode {path}", SafetensorError, OSError), safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
-    return _parse_info(path, metadata)
+    return _read_header(path, metadata)
 
 
 def read_episode(path: Path) -> ArchivedEpisode:
     """The episode with its arrays, checked. Raises DataError for a damaged file, ContractError for broken lengths."""
+    if path.suffix == _TEXT:
+        raise DataError(f"episode {path} is of an evaluation: it has its text (`agent-r3 trajectory show`), no arrays")
     with boundary(DataError, f"episode {path}", SafetensorError, OSError), safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
         missing = set(_TENSORS) - set(file.keys())
         if missing:
             raise DataError(f"episode {path}: no {', '.join(sorted(missing))}")
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
-    info = _parse_info(path, metadata)
+    info = _read_header(path, metadata)
     if str(_checksum(tensors)) != metadata.get("crc32"):
         raise DataError(f"episode {path}: its arrays do not match their checksum")
     trajectory = Trajectory(
@@ -162,8 +187,8 @@ def read_episode(path: Path) -> ArchivedEpisode:
 
 
 def list_episodes(run_folder: Path) -> list[Path]:
-    """Files of a run's episodes by step, then id. Raises DataError when the run has none."""
-    found = list((run_folder / "trajectories").glob("step_*/*.safetensors"))
+    """Files of a run's or an evaluation's episodes by step, then id. Raises DataError when there are none."""
+    found = [path for kind in (_ARRAYS, _TEXT) for path in (run_folder / "trajectories").glob(f"step_*/[!.]*{kind}")]
     if not found:
         raise DataError(f"no episodes under {run_folder / 'trajectories'}; was run.archive_trajectories off?")
     return sorted(found, key=lambda path: (episode_step(path), path.name))
@@ -236,7 +261,13 @@ def export(path: Path, *, rows: bool) -> dict[str, Any]:
     return out | {"rows": trajectory.routing.experts.tolist()} if rows else out
 
 
-def _turn_text(turn: Turn) -> TurnText:
+def patch_text(patch: bytes) -> str:
+    """A patch for people to read: very long ones are cut."""
+    return patch.decode(errors="replace")[:_PATCH_CHARS]
+
+
+def turn_text(turn: Turn) -> TurnText:
+    """A turn without its arrays."""
     return TurnText(
         index=turn.index,
         start=turn.start,
@@ -251,15 +282,30 @@ def _turn_text(turn: Turn) -> TurnText:
     )
 
 
-def _parse_info(path: Path, metadata: Mapping[str, str]) -> EpisodeInfo:
-    if metadata.get("format") != _FORMAT:
-        raise DataError(f"{path} is not an episode of this version: format {metadata.get('format')!r}")
+def _place(run_folder: Path, step: int, trajectory_id: str, suffix: str) -> Path:
+    """The episode's file, its folder made."""
+    folder = run_folder / "trajectories" / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{trajectory_id}{suffix}"
+
+
+def _partial(path: Path) -> Path:
+    """Where the file is written before it takes its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _read_header(path: Path, metadata: Mapping[str, str]) -> EpisodeInfo:
     with boundary(DataError, f"episode {path}", ValueError, KeyError, TypeError):
-        fields = json.loads(metadata["episode"])
-        fields["ending"] = Ending(fields["ending"])
-        fields["left_out"] = tuple(fields["left_out"])
-        fields["turns"] = tuple(_parse_turn(turn) for turn in fields["turns"])
-        return EpisodeInfo(**fields)
+        return _parse_info(path, metadata.get("format"), json.loads(metadata.get("episode", "{}")))
+
+
+def _parse_info(path: Path, form: object, fields: dict[str, Any]) -> EpisodeInfo:
+    if form != _FORMAT:
+        raise DataError(f"{path} is not an episode of this version: format {form!r}")
+    fields["ending"] = Ending(fields["ending"])
+    fields["left_out"] = tuple(fields["left_out"])
+    fields["turns"] = tuple(_parse_turn(turn) for turn in fields["turns"])
+    return EpisodeInfo(**fields)
 
 
 def _parse_turn(fields: dict[str, Any]) -> TurnText:

@@ -37,7 +37,8 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder with config.json, safetensors and tokenizer.json; `tiny` is what `agent-r3 model tiny` makes."""
+    """Folder with config.json, safetensors and tokenizer.json; `tiny` is what `agent-r3 model tiny` makes. Where
+    `eval.endpoint` is set, the name that it knows the model by."""
 
 
 class TasksConfig(Section):
@@ -76,7 +77,8 @@ class SandboxConfig(Section):
     watch_s: float = Field(default=30.0, gt=0)
     """Seconds between looks at disk use and left-over sandboxes."""
     network: bool = False
-    """Give a network to tasks that ask for one; otherwise such a task is refused. All others have none."""
+    """Give a network to tasks that ask for one, which are refused otherwise, and to gradings of SWE-bench. All others
+    have none."""
     pull: bool = True
     """Pull images of a registry that are not here; otherwise a missing image is refused."""
     pull_timeout_s: float = Field(default=1_800.0, gt=0)
@@ -124,8 +126,8 @@ class AgentConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(default=1.0, gt=0)
-    """The trainer applies the same temperature to its logits."""
+    temperature: float = Field(default=1.0, ge=0)
+    """The trainer applies the same temperature to its logits. 0 is greedy, for evaluation only."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Training refuses anything but 1: log-probs must be those of the sampled distribution."""
     top_k: int = -1
@@ -251,6 +253,29 @@ class TrainConfig(Section):
     """Full activation recomputation."""
 
 
+class EvalConfig(Section):
+    tasks: TasksConfig | None = None
+    """What is evaluated, also in training (a held set); null takes the section `tasks`."""
+    sampling: SamplingConfig | None = None
+    """Sampling of evaluations; null takes the section `sampling`."""
+    samples: int = Field(default=1, gt=0)
+    """n: episodes of a task. A larger number adds to a finished evaluation."""
+    concurrency: int = Field(default=16, gt=0)
+    """Episodes in flight."""
+    seed: int = 1_000
+    """Seeds the order of tasks and, where the engine takes seeds, sampling; apart from training's `run.seed`."""
+    gold: Path | None = None
+    """Folder of `agent-r3 eval gold`; tasks whose gold patch fails there are left out of the report, which says so."""
+    every: int = Field(default=0, ge=0)
+    """Training steps between evaluations of the current policy, before the first step too; 0 makes none."""
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server (`http://HOST:PORT/v1`) to evaluate instead of an SGLang engine."""
+    endpoint_key: str = "OPENAI_API_KEY"
+    """Environment variable with the endpoint's API key; where it is not set a placeholder is sent."""
+    native_calls: bool = True
+    """Offer tools to the endpoint as functions; otherwise calls are read from its text in `agent.call_format`."""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -263,6 +288,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     grading: GradingConfig = GradingConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -278,12 +304,14 @@ class Config(Section):
 def require_trainable_sampling(sampling: SamplingConfig) -> None:
     """Training needs log-probs of the distribution that was sampled.
 
-    Raises ConfigError for top-p or top-k, which change it.
+    Raises ConfigError for top-p or top-k, which change it, and for temperature 0, which has none.
     """
+    if sampling.temperature == 0:
+        raise ConfigError("sampling.temperature=0: training samples from a distribution; use 0 in `eval.sampling` only")
     if sampling.top_p != 1 or sampling.top_k != -1:
         raise ConfigError(
             f"sampling.top_p={sampling.top_p} top_k={sampling.top_k}: training needs top_p=1 and top_k=-1, "
-            "since the engine reports log-probs of the unfiltered distribution; use other values in evaluation only"
+            "since the engine reports log-probs of the unfiltered distribution; other values go in `eval.sampling`"
         )
 
 
@@ -297,12 +325,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as `model:` and `tasks:`, found {type(tree).__name__}")
+    return config_of(tree, overrides, str(path))
+
+
+def config_of(tree: dict[str, Any], overrides: Sequence[str], where: str) -> Config:
+    """The config of `tree`, which came from `where`, with overrides applied. Raises ConfigError with one line."""
     for override in overrides:
         _apply(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
-        raise ConfigError(f"{path}: " + "; ".join(_explain(error) for error in exc.errors())) from exc
+        raise ConfigError(f"{where}: " + "; ".join(_explain(error) for error in exc.errors())) from exc
 
 
 def dump_config(config: Config) -> str:

@@ -1,4 +1,8 @@
-"""Metric names, `metrics.jsonl` with TensorBoard beside it, and logging. One line a step; names with slashes."""
+"""Metric names, `metrics.jsonl` with TensorBoard beside it, and logging. One line a step; names with slashes.
+
+Line s is step s, counted from 0. Its `eval/*` are of the policy that the step started from, the one that its episodes
+were sampled with. The policy after the last step stands in a line of its own after that step's, without `train/*`.
+"""
 
 import json
 import logging
@@ -56,6 +60,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "r3/mismatch_tokens": ("share", "tokens with at least one such router"),
     "r3/mismatch_sequences": ("share", "trajectories with at least one such token"),
     "r3/diagnosed_tokens": ("tokens", "sampled tokens the figures above are means over; weighs a step when pooled"),
+    "eval/pass@1": ("share", "held-set episodes that resolved their task, mean over tasks; before the step"),
+    "eval/pass@1_se": ("share", "its standard error, clustered by task"),
+    "eval/pass@1_low": ("share", "lower bound of its 95% interval"),
+    "eval/pass@1_high": ("share", "upper bound of its 95% interval"),
+    "eval/tasks": ("tasks", "tasks of the held set with a graded episode"),
+    "eval/episodes": ("episodes", "held-set episodes that finished and were graded"),
+    "eval/turns_mean": ("turns", "mean turns of such an episode"),
+    "eval/infra/<kind>": ("failures", "infrastructure failures during the evaluation; never a verdict"),
+    "eval/policy_version": ("", "policy version that was evaluated"),
     "train/policy_version": ("", "policy version after the step"),
     "train/optimizer_steps": ("steps", "optimizer steps made"),
     "train/skipped_steps": ("steps", "1 when a step had no group to train on"),
@@ -136,8 +149,13 @@ class _Board:
         self._writer.close()
 
 
+def trained(line: Mapping[str, float]) -> bool:
+    """Whether the line is a training step's; the one after the last step has only an evaluation."""
+    return any(name.startswith("train/") for name in line)
+
+
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """The run's steps in order, each with `step`, `time` and its figures; [] when there are none yet.
+    """The run's lines in order, each with `step`, `time` and its figures; [] when there are none yet.
 
     A last line cut by a kill is left out. Raises UserError for any other line that is not a JSON object.
     """

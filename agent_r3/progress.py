@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,16 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from agent_r3.metrics import trained
+
 _POLL_S = 0.5
 
 
 def step_line(metrics: Mapping[str, float], steps: int) -> str:
     """One step in one line; figures that were not measured are left out."""
-    parts = [f"step {int(metrics['step']) + 1}/{steps}"]
+    parts = [f"step {_done(metrics)}/{steps}" if trained(metrics) else f"after step {_done(metrics)}/{steps}"]
     for label, name, form in (
+        ("pass@1 before" if trained(metrics) else "pass@1", "eval/pass@1", ".3f"),
         ("reward", "train/reward_mean", ".3f"),
         ("turns", "rollout/turns_mean", ".1f"),
         ("groups", "train/groups_kept", ".0f"),
@@ -31,6 +35,11 @@ def step_line(metrics: Mapping[str, float], steps: int) -> str:
     return " | ".join(parts)
 
 
+def _done(metrics: Mapping[str, float]) -> int:
+    """Steps made once the line was written."""
+    return int(metrics["step"]) + trained(metrics)
+
+
 class StepProgress:
     """Follows `metrics.jsonl` of a run folder: `async with StepProgress(...)`; lines of an earlier part are skipped."""
 
@@ -38,7 +47,8 @@ class StepProgress:
         self._path = metrics
         self._steps = steps
         self._console = console or Console()
-        self._offset = metrics.stat().st_size if metrics.is_file() else 0
+        self._file = self._offset = 0
+        self._newest = time.time()  # of the lines that were seen
         self._began = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -79,11 +89,15 @@ class StepProgress:
         if not self._path.is_file():
             return
         with self._path.open("rb") as lines:
+            if (file := os.fstat(lines.fileno()).st_ino) != self._file:  # a trainer that took the run up wrote it anew
+                self._file, self._offset = file, 0
             lines.seek(self._offset)
             for line in lines:
                 if not line.endswith(b"\n"):  # still being written
                     break
                 self._offset += len(line)
                 metrics = json.loads(line)
-                self.say(step_line(metrics, self._steps))
-                self._bar.update(self._task, completed=metrics["step"] + 1)
+                if metrics["time"] > self._newest:
+                    self._newest = metrics["time"]
+                    self.say(step_line(metrics, self._steps))
+                self._bar.update(self._task, completed=_done(metrics))

@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from agent_r3.errors import DataError, UserError
-from agent_r3.metrics import read_metrics
+from agent_r3.metrics import read_metrics, trained
+
+_EVALUATION = ("pass@1", "pass@1_low", "pass@1_high", "tasks", "episodes")
 
 Steps = Sequence[Mapping[str, float]]
 Summary = dict[str, Any]
@@ -28,8 +30,8 @@ def write_report(run_folder: Path) -> Summary:
     from agent_r3.report_page import render  # draws with matplotlib
 
     page = render(run_folder, config, steps, summary)
-    _replace(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    _replace(run_folder / "report.html", page)
+    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_whole(run_folder / "report.html", page)
     return summary
 
 
@@ -57,10 +59,15 @@ def summarize(steps: Steps, *, seed: int) -> Summary:
         return _pooled(steps, name, "r3/diagnosed_tokens")
 
     return {
-        "steps": len(steps),
+        "steps": sum(map(trained, steps)),
         "reward": rewards,
         "reward_first3": _mean(rewards[:3]),
         "reward_last3": _mean(rewards[-3:]),
+        "evaluations": [
+            {"step": int(step["step"]), **{name: step.get(f"eval/{name}") for name in _EVALUATION}}
+            for step in steps
+            if "eval/pass@1" in step
+        ],
         "episodes": _count(steps, "rollout/episodes"),
         "turns_mean": _pooled(steps, "rollout/turns_mean", "rollout/episodes"),
         "r3_coverage": _pooled(steps, "r3/coverage", "rollout/tokens"),
@@ -92,6 +99,9 @@ def print_table(summary: Summary) -> None:
         table.add_column(heading, justify="right")
     table.add_row("training reward, first 3 steps", number(summary["reward_first3"]))
     table.add_row("training reward, last 3 steps", number(summary["reward_last3"]))
+    for found in _ends(summary["evaluations"]):
+        interval = f"{number(found['pass@1_low'])} to {number(found['pass@1_high'])}"
+        table.add_row(f"pass@1 on the held set after {found['step']} steps", number(found["pass@1"]), interval)
     table.add_row("turns an episode", number(summary["turns_mean"]))
     table.add_row("routing rows present", share(summary["r3_coverage"]))
     table.add_row("KL rollout/trainer, pooled", number(summary["kl_replay"]), number(summary["kl_native"]))
@@ -129,10 +139,16 @@ def share(value: float | None) -> str:
     return f"{shown.rstrip('0').rstrip('.')} %" if value == 1 or shown != "100.00" else "> 99.99 %"
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write the file whole or not at all. What UTF-8 has no bytes for becomes a question mark."""
     partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8", errors="replace")
     partial.replace(path)
+
+
+def _ends(values: Sequence[Any]) -> Sequence[Any]:
+    """The first and the last."""
+    return [*values[:1], *values[1:][-1:]]
 
 
 def _finite(steps: Steps, name: str) -> list[tuple[Mapping[str, float], float]]:

@@ -19,7 +19,7 @@ _PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#
 _STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#94a3b8",
@@ -97,6 +97,25 @@ def pair(
     return _figure(steps, draw, ylabel)
 
 
+def banded(
+    steps: Steps, name: str, bounds: tuple[str, str], ylabel: str, *, ylim: tuple[float, float] | None = None
+) -> str | None:
+    """A curve through the steps that have the metric, with a band between `bounds` where they are; None for no step."""
+    y = series(steps, name)
+    there = np.isfinite(y)
+    if not there.any():
+        return None
+    low, high = (series(steps, bound)[there] for bound in bounds)
+
+    def draw(axes: Axes, x: FloatArray) -> None:
+        axes.fill_between(x[there], low, high, color=_PALETTE[0], alpha=0.15, linewidth=0)
+        axes.plot(x[there], y[there], color=_PALETTE[0], marker="o", markersize=3.5, linewidth=1.4)
+        if ylim is not None:
+            axes.set_ylim(*ylim)
+
+    return _figure(steps, draw, ylabel)
+
+
 def stacked(steps: Steps, parts: Sequence[tuple[str, FloatArray]], ylabel: str) -> str | None:
     """Bars per step, the parts (label, values [S]) on top of each other; None when all are zero."""
     present = [(label, np.nan_to_num(values)) for label, values in parts if np.nan_to_num(values).any()]
@@ -132,16 +151,28 @@ def _log_scale(axes: Axes, values: FloatArray) -> None:
 
 def _figure(steps: Steps, draw: Callable[[Axes, FloatArray], None], ylabel: str) -> str:
     x = series(steps, "step")
-    # The salt makes ids of clip paths differ between figures of one page and equal between two runs of the report.
-    with rc_context({**_STYLE, "svg.hashsalt": ylabel}):
-        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
-        axes = figure.add_subplot()
+
+    def by_step(axes: Axes) -> None:
         draw(axes, x)
-        axes.set_axisbelow(True)
         axes.set_xlabel("step")
         axes.set_ylabel(ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(x.min() - 0.6, x.max() + 0.6)
+
+    return drawn(by_step, ylabel)
+
+
+def drawn(draw: Callable[[Axes], None], salt: str, *, height: float = 2.9, plain_text: bool = False) -> str:
+    """Axes 5.6 inches wide as inline SVG. `salt` differs between the figures of a page.
+
+    `plain_text` is for labels from outside, in which a dollar sign begins no formula.
+    """
+    # The salt makes ids of clip paths differ between figures of one page and equal between two runs of the report.
+    with rc_context({**_STYLE, "svg.hashsalt": salt, "text.parse_math": not plain_text}):
+        figure = Figure(figsize=(5.6, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_axisbelow(True)
+        draw(axes)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return _inline(out.getvalue())

@@ -6,6 +6,7 @@ server; they meet in the store. A role that dies is started again; what the user
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -14,12 +15,13 @@ from pathlib import Path
 
 from agent_r3.config import Config, EngineConfig, dump_config, require_trainable_sampling
 from agent_r3.envs.broker_client import check_broker
-from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.datasets import join_tasks, load_tasks
 from agent_r3.envs.grading import require_gradable
 from agent_r3.envs.local import reap, require_backend
 from agent_r3.errors import AgentR3Error, ConfigError, ContractError, EngineError, UserError
+from agent_r3.held_set import evaluation_config
 from agent_r3.hfconfig import ModelInfo, check_tokenizer, read_model
-from agent_r3.process import last_lines, spawn, stop, until_signalled
+from agent_r3.process import last_lines, signal_group, spawn, stop, until_signalled
 from agent_r3.progress import StepProgress
 from agent_r3.report import print_table, write_report
 from agent_r3.rollout.client import EngineFleet
@@ -59,6 +61,7 @@ async def supervise(config: Config, *, resume: bool = False, overwrite: bool = F
 def preflight(config: Config) -> tuple[Config, ModelInfo]:
     """Check model, tokenizer, tasks, images, tools and services. Returns the config with the model's real folder."""
     require_trainable_sampling(config.sampling)
+    evaluation = evaluation_config(config) if config.eval.every else None
     folder = model_folder(config.model.path)
     model = read_model(folder)
     if config.train.routing != "none":
@@ -70,6 +73,8 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
         if config.engine.port:
             check_port(config.engine.host, config.engine.port)
     tasks = load_tasks(config.tasks)
+    if evaluation is not None:
+        tasks = join_tasks(tasks, load_tasks(evaluation.tasks))
     for task in tasks:
         require_gradable(task)
     if config.sandbox.broker is not None:
@@ -96,7 +101,7 @@ def prepare_folder(config: Config, *, resume: bool, overwrite: bool) -> Path:
 
 
 @dataclass(slots=True)
-class _Role:
+class Role:
     """A process of ours that is started again, with `again`, when it dies."""
 
     name: str
@@ -110,6 +115,9 @@ class _Role:
         self.process = spawn(self.command, log=self.log)
 
     def start_again(self) -> None:
+        """After it died. What it left of its process group, such as helpers of a checkpoint's writer, dies first."""
+        if self.process is not None:
+            signal_group(self.process, signal.SIGKILL)
         self.process = spawn(self.again, log=self.log)
 
     def poll(self) -> int | None:
@@ -178,11 +186,11 @@ class _Run:
         self._resolved = self._folder / "resolved.yaml"
         self._resolved.write_text(dump_config(config))
 
-    def _trainer_role(self) -> _Role:
+    def _trainer_role(self) -> Role:
         ranks = self._config.train.ranks
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *torchrun, "-m", "agent_r3.cli", "trainer", str(self._resolved)]
-        return _Role(
+        return Role(
             "trainer",
             [*command, *(["--resume"] if self._resume else [])],
             self._folder / "logs" / "trainer.log",
@@ -190,9 +198,9 @@ class _Run:
             again=[*command, "--resume"],
         )
 
-    def _worker_role(self, name: str) -> _Role:
+    def _worker_role(self, name: str) -> Role:
         command = [sys.executable, "-m", "agent_r3.cli", "rollout", str(self._resolved), "--name", name]
-        return _Role(name, command, self._folder / "logs" / f"{name}.log", _WORKER_GRACE_S, again=command)
+        return Role(name, command, self._folder / "logs" / f"{name}.log", _WORKER_GRACE_S, again=command)
 
     async def _start_engine(self, model: ModelInfo, *, version: int) -> None:
         if self._engine_config is None:
@@ -225,7 +233,7 @@ class _Run:
         if self._engine is not None:
             await self._engine.stop()
 
-    async def _watch(self, trainer: _Role, workers: list[_Role]) -> None:
+    async def _watch(self, trainer: Role, workers: list[Role]) -> None:
         """Until the trainer ends well; whatever dies before is started again."""
         while (code := trainer.poll()) != 0:
             if code is not None:
@@ -251,7 +259,7 @@ class _Run:
                 policy = Policy(version=0, weights=str(self._model.path))
         await self._start_engine(read_model(Path(policy.weights)), version=policy.version)
 
-    def _count_restart(self, role: _Role, code: int) -> None:
+    def _count_restart(self, role: Role, code: int) -> None:
         if code == _USER_ERROR:
             raise UserError(last_lines(role.log, 1).removeprefix("agent-r3: "))
         self._count(f"{role.name} ended with status {code}: {last_lines(role.log, 3)}")

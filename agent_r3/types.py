@@ -54,6 +54,8 @@ class Task:
     other_tests: bool = False  # the run may report tests that `expected` does not name; names are whole node ids
     test_timeout_s: float | None = None  # instead of the config's grading.timeout_s
     solution_dir: Path | None = None  # Harbor's solution/, in place of a gold patch
+    harness_row: Mapping[str, object] = field(default_factory=dict)  # what swebench's own harness reads (SWE-bench)
+    difficulty: str = ""  # as the dataset says it, such as SWE-bench Verified's "15 min - 1 hour"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class Grade:
     outcome: Outcome = "failed"
     left_out: tuple[str, ...] = ()  # paths of the patch that no patch may change
     flaky: bool = False  # several runs of the same tests disagreed
+    log: bytes = b""  # what the tests printed; SWE-bench only, where the verdict is read from it
 
 
 @dataclass(frozen=True, slots=True)

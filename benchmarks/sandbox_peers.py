@@ -50,7 +50,7 @@ class Peers:
         self._network = f"agent-r3-{run}"
         self._say = say
         self.image = self._build(base_image)
-        self._python = self._install()
+        self._python = install_peers(say)
 
     def __enter__(self) -> "Peers":
         self._docker.networks.create(self._network, driver="bridge", labels={LABEL: "1"})
@@ -120,24 +120,25 @@ class Peers:
             raise UserError(f"build {tag}: {' '.join(log.split())[-700:]}") from exc
         return tag
 
-    def _install(self) -> str:
-        """The interpreter of an environment that holds exactly VERSIONS and what they need."""
-        folder = cache_dir() / "bench-venv"
-        stamp, wanted = folder / "installed.json", json.dumps(VERSIONS)
-        python = str(folder / "bin" / "python")
-        if stamp.is_file() and stamp.read_text() == wanted:
-            return python
-        pins = [f"{name}=={version}" for name, version in VERSIONS.items()]
-        self._say(f"installing {' and '.join(pins)} into {folder} (once)")
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-            if done.returncode:
-                raise UserError(f"{' '.join(command[:4])} failed: {' '.join(done.stderr.split())[-500:]}")
-        stamp.write_text(wanted)
+
+def install_peers(say: Callable[[str], None]) -> str:
+    """The interpreter of an environment that holds exactly VERSIONS and what they need."""
+    folder = cache_dir() / "bench-venv"
+    stamp, wanted = folder / "installed.json", json.dumps(VERSIONS)
+    python = str(folder / "bin" / "python")
+    if stamp.is_file() and stamp.read_text() == wanted:
         return python
+    pins = [f"{name}=={version}" for name, version in VERSIONS.items()]
+    say(f"installing {' and '.join(pins)} into {folder} (once)")
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise UserError(f"{' '.join(command[:4])} failed: {' '.join(done.stderr.split())[-500:]}")
+    stamp.write_text(wanted)
+    return python
 
 
 class Sdk:

@@ -25,7 +25,7 @@ from agent_r3.config import Config
 from agent_r3.envs.backend import Backend, open_backend
 from agent_r3.envs.broker_leases import Leases
 from agent_r3.envs.broker_wire import HEARTBEAT_S, LARGEST_BODY, LEASE_HEADER, Address, OfTasks, frame, unframe
-from agent_r3.envs.datasets import load_tasks
+from agent_r3.envs.datasets import join_tasks, load_tasks
 from agent_r3.errors import BrokerError, ConfigError, UserError
 from agent_r3.process import until_signalled
 from agent_r3.types import Task
@@ -56,6 +56,8 @@ async def run_broker(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then close everything. Raises UserError at start."""
     tasks = load_tasks(config.tasks)
+    if config.eval.tasks is not None:
+        tasks = join_tasks(tasks, load_tasks(config.eval.tasks))
     sandbox = config.sandbox.model_copy(update={"broker": None})
     listener = listen(address, token)
     _allow_open_files()

@@ -136,8 +136,7 @@ class BrokerClient(SandboxProvider, Grading):
 
     async def _grade(self, task: Task, patch: bytes) -> Grade:
         lease = await self._leased()
-        answer, _ = await lease.call("grade", OfTask(task=task.id), patch)
-        return grade_from(answer)
+        return grade_from(*await lease.call("grade", OfTask(task=task.id), patch))
 
     async def close(self) -> None:
         """Give the lease back; the broker closes all that it held before it lets go. Idempotent."""

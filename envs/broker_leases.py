@@ -28,7 +28,7 @@ from agent_r3.envs.broker_wire import (
     Put,
     error_header,
     frame,
-    grade_header,
+    grade_frame,
     result_frame,
     unknown_task,
 )
@@ -247,7 +247,7 @@ class Leases:
         return frame({})
 
     async def _grade(self, lease: Lease, message: OfTask, body: bytes) -> bytes:
-        return frame(grade_header(await self._backend.grader.grade(self._task(message.task), body)))
+        return grade_frame(await self._backend.grader.grade(self._task(message.task), body))
 
 
 def _failed(exc: Exception, status: int = FAILED) -> Answer:

@@ -171,15 +171,17 @@ def result_from(header: dict[str, Any], body: bytes) -> ExecResult:
     return ExecResult(output=body[:at], report=body[at:], **header)
 
 
-def grade_header(grade: Grade) -> dict[str, Any]:
-    return dataclasses.asdict(grade)
+def grade_frame(grade: Grade) -> bytes:
+    """The body is the log."""
+    header = dataclasses.asdict(grade)
+    return frame(header, header.pop("log"))
 
 
-def grade_from(header: dict[str, Any]) -> Grade:
+def grade_from(header: dict[str, Any], log: bytes) -> Grade:
     fields: dict[str, Any] = {  # JSON has lists for our tuples
         name: tuple(value) if isinstance(value, list) else value for name, value in header.items()
     }
-    return Grade(**fields)
+    return Grade(**fields, log=log)
 
 
 def _subtypes(kind: type[AgentR3Error]) -> dict[str, type[AgentR3Error]]:

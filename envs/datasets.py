@@ -4,7 +4,8 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def load_tasks(config: TasksConfig) -> list[Task]:
     if not chosen:
         raise DataError(f"{config.dataset}: no task is left after tasks.include and tasks.exclude")
     return chosen if config.verified is None else _only_sound(chosen, config.verified)
+
+
+def join_tasks(tasks: Sequence[Task], held: Sequence[Task]) -> list[Task]:
+    """`tasks`, then those of `held` that are not among them. Raises DataError where one id stands for two tasks."""
+    known = {task.id: task for task in tasks}
+    for task in held:
+        if replace(known.setdefault(task.id, task), dataset=task.dataset) != task:
+            raise DataError(
+                f"task id {task.id} stands for one task in {known[task.id].dataset} (tasks) "
+                f"and for another in {task.dataset} (eval.tasks); leave one of them out"
+            )
+    return list(known.values())
 
 
 def _only_sound(tasks: list[Task], path: Path) -> list[Task]:

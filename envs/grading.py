@@ -14,13 +14,16 @@ from agent_r3.envs.harbor_grading import grade_harbor
 from agent_r3.envs.hidden_tests import HiddenRun, command_of, run_hidden_tests
 from agent_r3.envs.sandbox import FileMissingError, Sandbox, SandboxProvider
 from agent_r3.envs.signed_report import difference
-from agent_r3.errors import DataError, GradingError, InfraError
+from agent_r3.envs.swe_grading import grade_swe_bench
+from agent_r3.envs.swe_harness import require_spec
+from agent_r3.errors import GradingError, InfraError
 from agent_r3.types import Grade, Source, Task
 
 log = structlog.get_logger(__name__)
 
 _BACK_OFF_S = 0.5  # before the first retry; doubled for each further one
 _SHARED_GRADES = 4_096  # grades kept for reuse: a run's recent groups many times over
+_SHARED_LOGS = 256 << 20  # bytes of logs in them
 _SHOWN = 3
 
 
@@ -36,11 +39,12 @@ class Grader:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._shared: OrderedDict[tuple[str, bytes], Grade] = OrderedDict()
+        self._shared_logs = 0
         self._running: dict[tuple[str, bytes], _Turnstile] = {}
         self._open_images: set[str] = set()
 
     async def grade(self, task: Task, patch: bytes) -> Grade:
-        """Reward 1 if the hidden tests give exactly the expected statuses, else 0.
+        """Reward 1 if the hidden tests give exactly the expected statuses, else 0. SWE-bench's own harness has its say.
 
         A patch that does not apply, tests that run out of time and a run that is not an honest one are the agent's
         failure: reward 0 with the reason. Raises GradingError for whatever is not, after `retries` more tries, and
@@ -52,10 +56,16 @@ class Grader:
         async with self._one_at_a_time(key):
             if (known := self._shared.get(key)) is not None:
                 return replace(known, cached=True)
-            grade = self._shared[key] = await self._grade(task, patch)
-            if len(self._shared) > _SHARED_GRADES:
-                self._shared.popitem(last=False)
+            grade = await self._grade(task, patch)
+            self._share(key, grade)
             return grade
+
+    def _share(self, key: tuple[str, bytes], grade: Grade) -> None:
+        self._shared[key] = grade
+        self._shared_logs += len(grade.log)
+        while len(self._shared) > _SHARED_GRADES or (self._shared_logs > _SHARED_LOGS and len(self._shared) > 1):
+            _, oldest = self._shared.popitem(last=False)
+            self._shared_logs -= len(oldest.log)
 
     @asynccontextmanager
     async def _one_at_a_time(self, key: tuple[str, bytes]) -> AsyncIterator[None]:
@@ -95,9 +105,11 @@ class Grader:
 
     async def _grade_once(self, task: Task, patch: bytes) -> Grade:
         timeout_s = task.test_timeout_s or self._config.timeout_s
-        require_gradable(task)
+        if task.source is Source.SWE_BENCH:
+            return await grade_swe_bench(lambda: self._provider.acquire_for_grading(task), task, patch, timeout_s)
         if task.source is Source.HARBOR:
             return await grade_harbor(lambda: self._provider.acquire_for_grading(task), task, patch, timeout_s)
+        require_gradable(task)
         sandbox = await self._provider.acquire_for_grading(task)
         try:
             self._warn_if_open(sandbox, task)
@@ -112,11 +124,14 @@ class Grader:
 
 
 def require_gradable(task: Task) -> None:
-    """Raises DataError for a task whose patches cannot be graded here. Known before anything is run."""
-    if task.source is Source.SWE_BENCH:
-        raise DataError(f"task {task.id} is of SWE-bench; it is graded by `agent-r3 eval`, not trained on")
-    if task.source is not Source.HARBOR:
-        command_of(task)
+    """Raises UserError for a task whose patches cannot be graded here. Known before anything is run."""
+    match task.source:
+        case Source.SWE_BENCH:
+            require_spec(task)
+        case Source.HARBOR:
+            pass
+        case _:
+            command_of(task)
 
 
 def judge(run: HiddenRun, task: Task) -> Grade:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -10,7 +11,7 @@ from agent_r3.envs.runner_sandbox import RunnerSandbox
 from agent_r3.envs.sandbox import SandboxProvider
 from agent_r3.envs.warm import Shelf, Start, close_unwanted
 from agent_r3.errors import SandboxError
-from agent_r3.types import Task
+from agent_r3.types import Source, Task
 
 
 class Host(Protocol):
@@ -93,6 +94,7 @@ class SandboxPool(SandboxProvider):
 
     async def acquire_for_grading(self, task: Task) -> RunnerSandbox:
         """A fresh sandbox as its image is. Raises DataError, SandboxError."""
+        task = self._for_grading(task)
         start = self._raw.take(task) or self._start(task, for_agent=False)
         self._fill()
         return await self._hand_out(start, task)
@@ -163,7 +165,11 @@ class SandboxPool(SandboxProvider):
             return
         self._at_work = [sandbox for sandbox in self._at_work if sandbox.alive]
         self._ready.fill(self._plan)
-        self._raw.fill([*(sandbox.task for sandbox in self._at_work), *self._plan])
+        self._raw.fill([self._for_grading(task) for task in (*(s.task for s in self._at_work), *self._plan)])
+
+    def _for_grading(self, task: Task) -> Task:
+        # Some of SWE-bench's tests talk to the internet, as its own containers may. Its agents never do.
+        return replace(task, network=True) if task.source is Source.SWE_BENCH and self._config.network else task
 
 
 def _start_facts(task: Task) -> tuple[object, ...]:

@@ -67,9 +67,10 @@ class RunnerSandbox:
         if len(stdin) > MAX_STDIN:
             raise ValueError(f"{len(stdin)} bytes for stdin; at most {MAX_STDIN} can be given")
         script = from_last_state(command) if persistent else command
+        prologue = workdir.prologue(self.task, for_agent=self.base is not None)
         answer = await self._request(
             b"run",
-            (workdir.prologue(self.task) + script).encode(errors="replace"),
+            (prologue + script).encode(errors="replace"),
             (cwd or self.task.workdir).encode(errors="replace"),
             b"%d" % max(1, round(timeout_s * 1000)),
             b"%d" % max_output_bytes,

@@ -5,17 +5,16 @@ Verdicts are appended to a file as they come, so that a dataset of thousands is 
 """
 
 import asyncio
-import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from agent_r3 import journal
 from agent_r3.envs.sandbox import Grading
-from agent_r3.errors import DataError, InfraError, boundary
+from agent_r3.errors import DataError, InfraError
 from agent_r3.types import Grade, Task
 
 GoldOf = Callable[[Task], Awaitable[bytes]]
@@ -138,32 +137,19 @@ def _run(grade: Grade) -> Run:
 
 
 def append_verification(path: Path, verification: Verification) -> None:
-    """One more line of the file, on disk when this returns. Half a line that a killed run left is cut off first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(asdict(verification)).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """One more line of the file, on disk when this returns."""
+    journal.append(path, asdict(verification))
 
 
 def read_verifications(path: Path) -> dict[str, Verification]:
-    """The last verification of each task id. Half a line at the end, of a killed run, is left out.
+    """The last verification of each task id.
 
     Raises DataError for a file that is not there or is not of `agent-r3 tasks verify --out`.
     """
-    with boundary(DataError, f"read {path}", OSError, UnicodeDecodeError):
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    found: dict[str, Verification] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = _LINE.validate_json(line)
-        except ValidationError as exc:
-            problem = exc.errors()[0]["msg"]
-            raise DataError(f"{path}: line {number} is not of `agent-r3 tasks verify --out`: {problem}") from exc
-        found[entry.task_id] = entry
-    return found
+    if not path.exists():
+        raise DataError(f"read {path}: there is no such file; `agent-r3 tasks verify --out` writes it")
+    lines = journal.read(path, _LINE, "agent-r3 tasks verify --out")
+    return {verification.task_id: verification for verification in lines}
 
 
 def known_verifications(tasks: Sequence[Task], path: Path) -> dict[str, Verification]:

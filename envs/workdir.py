@@ -134,8 +134,13 @@ _R2E = """
 """
 
 
-def prologue(task: Task) -> str:
-    """Shell text to put before every command, on its line: the environment that the image's users activate. Pure."""
+def prologue(task: Task, *, for_agent: bool) -> str:
+    """Shell text to put before every command, on its line: the environment that the image's users activate. Pure.
+
+    None in SWE-bench's gradings: its eval script activates the environment itself, and must find none active.
+    """
+    if task.source is Source.SWE_BENCH and not for_agent:
+        return ""
     match task.source:
         case Source.R2E:
             environment = f"{task.workdir}/.venv"

@@ -1,1 +1,1 @@
-"""Evaluation on SWE-bench Verified."""
+"""How good an agent is: episodes over a dataset, official grading, a report that a reviewer accepts."""

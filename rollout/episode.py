@@ -1,153 +1,91 @@
-"""One episode: the agent loop, token in, token out.
-
-The ids sent to the engine are exactly the ids already seen plus newly rendered ones. Nothing sampled is decoded and
-encoded again, and no earlier message is rendered again. docs/trajectory.md tells the life of a trajectory.
-"""
+"""One episode: the agent loop, the same for training and evaluation and for every kind of model."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Generic, TypeVar
 
 from agent_r3.config import AgentConfig
 from agent_r3.envs.sandbox import Sandbox
-from agent_r3.errors import DataError, EngineError
-from agent_r3.rollout.engine import Engine, Generation
-from agent_r3.rollout.tokens import ChatRenderer
-from agent_r3.routing import rows_from
+from agent_r3.errors import EngineError
+from agent_r3.rollout.conversation import Conversation, Reply, Speaker
 from agent_r3.tools.parsers import CallProblem
 from agent_r3.tools.toolbox import Toolbox
-from agent_r3.trajectory import engine_counters
-from agent_r3.types import Ending, Int32Array, Observation, Task, ToolCall, Turn
+from agent_r3.types import Ending, Observation, Task
 
-TurnSink = Callable[[Turn], Awaitable[None]]
+T = TypeVar("T")
+TurnSink = Callable[[T], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class Episode(Generic[T]):
     """What the loop leaves behind: the turns it appended, how it ended, and the agent's change."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[T, ...]
     ending: Ending
     patch: bytes
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """prompt_tokens, cached_tokens and reprefilled_tokens, summed over the turns."""
-        return engine_counters(self.turns)
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """What an episode needs and outlives it."""
-
-    engine: Engine
-    renderer: ChatRenderer
-    config: AgentConfig
-
-    def first_prompt(self, task: Task, toolbox: Toolbox) -> Int32Array:
-        """System and user message, ending where the assistant begins. DataError when it leaves no room to answer."""
-        names = {"workdir": task.workdir, "repo": task.repo, "tools": toolbox.documentation}
-        prompt = self.renderer.initial(
-            fill(self.config.system_prompt, names),
-            fill(self.config.instance_prompt, names | {"problem_statement": task.problem_statement}),
-        )
-        if len(prompt) >= self.config.max_tokens:
-            raise DataError(
-                f"task {task.id}: its prompt has {len(prompt)} tokens, agent.max_tokens is {self.config.max_tokens}"
-            )
-        return prompt
-
 
 async def run_episode(
-    agent: Agent, task: Task, sandbox: Sandbox, sink: TurnSink, *, after_first: Callable[[], None] = lambda: None
-) -> Episode:
+    speaker: Speaker[T],
+    task: Task,
+    sandbox: Sandbox,
+    sink: TurnSink[T],
+    *,
+    after_first: Callable[[], None] = lambda: None,
+) -> Episode[T]:
     """Run the agent on `task` in `sandbox`; each turn goes to `sink` when its observations are there.
 
     `after_first` is called once the first request is answered: then the task's prompt is in the prefix cache.
     Infrastructure errors pass through.
     """
-    config, toolbox = agent.config, Toolbox(agent.config)
+    config, toolbox = speaker.config, Toolbox(speaker.config)
     deadline = time.monotonic() + config.timeout_s
-    tokens = np.zeros(0, dtype=np.int32)
-    pending = agent.first_prompt(task, toolbox)
-    turns: list[Turn] = []
+    conversation = speaker.begin(task, toolbox)
+    turns: list[T] = []
     bad_calls = 0
     ending: Ending | None = None
     while ending is None:
-        sequence = np.concatenate([tokens, pending])
-        room = min(config.max_turn_tokens, config.max_tokens - len(sequence))
-        if room < 1:
-            ending = Ending.MAX_TOKENS
-            break
         began = time.monotonic()
-        generation = await _before(deadline, agent.engine, sequence, room, rows_from(len(tokens)))
-        generated = time.monotonic()
-        if generation is None:
+        try:
+            reply = await _before(deadline, conversation)
+        except TimeoutError:
             if not turns:
-                raise EngineError(f"no first turn within agent.timeout_s={config.timeout_s:g}")
+                raise EngineError(f"no first turn within agent.timeout_s={config.timeout_s:g}") from None
             ending = Ending.TIMEOUT
             break
+        if reply is None:
+            ending = Ending.MAX_TOKENS
+            break
+        generated = time.monotonic()
         after_first()
-        text = agent.renderer.decode(generation.output_ids)
         # A turn cut by the token limit is never acted on: its call may be half of what the agent meant.
-        calls = toolbox.parse(text) if generation.finished else []
-        observations = await toolbox.run(calls, sandbox) if generation.finished else ()
+        calls = [] if not reply.finished else toolbox.parse(reply.text) if reply.calls is None else reply.calls
+        observations = await toolbox.run(calls, sandbox) if reply.finished else ()
         seconds = {"generate": generated - began, "tools": time.monotonic() - generated}
-        turn = _turn(len(turns), len(tokens), pending, generation, text, calls, observations, seconds)
+        turn = conversation.turn(() if isinstance(calls, CallProblem) else calls, observations, seconds)
         await sink(turn)
         turns.append(turn)
-        tokens = np.concatenate([sequence, generation.output_ids])
         bad_calls += bool(observations) and observations[0].is_error
-        ending = _ending(config, turn, len(turns), bad_calls, deadline)
+        ending = _ending(config, observations, len(turns), bad_calls, deadline)
         if ending is None:
-            pending = agent.renderer.observation([observation.text for observation in observations])
+            conversation.observe(observations)
     return Episode(tuple(turns), ending, await sandbox.diff())
 
 
-async def _before(
-    deadline: float, engine: Engine, sequence: Int32Array, max_new_tokens: int, start: int
-) -> Generation | None:
-    """Generate, or None when the episode's time is up before the answer is there."""
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            return await engine.generate(sequence, max_new_tokens=max_new_tokens, rows_from=start)
-    except TimeoutError:
-        return None
+async def _before(deadline: float, conversation: Conversation[T]) -> Reply | None:
+    """The next reply. Raises TimeoutError when the episode's time is up before it is there."""
+    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+        return await conversation.reply()
 
 
-def _turn(
-    index: int,
-    start: int,
-    prompt_ids: Int32Array,
-    generation: Generation,
-    text: str,
-    calls: Sequence[ToolCall] | CallProblem,
-    observations: tuple[Observation, ...],
-    seconds: dict[str, float],
-) -> Turn:
-    return Turn(
-        index=index,
-        start=start,
-        prompt_ids=prompt_ids,
-        sampled_ids=generation.output_ids,
-        logprobs=generation.logprobs,
-        routing=generation.routing,
-        policy_version=generation.policy_version,
-        cached_tokens=generation.cached_tokens,
-        text=text,
-        calls=() if isinstance(calls, CallProblem) else tuple(calls),
-        observations=observations,
-        seconds=seconds,
-    )
-
-
-def _ending(config: AgentConfig, turn: Turn, turns: int, bad_calls: int, deadline: float) -> Ending | None:
-    if not turn.observations:  # cut by the token limit
+def _ending(
+    config: AgentConfig, observations: tuple[Observation, ...], turns: int, bad_calls: int, deadline: float
+) -> Ending | None:
+    if not observations:  # cut by the token limit
         return Ending.MAX_TOKENS
-    if any(observation.finished for observation in turn.observations):
+    if any(observation.finished for observation in observations):
         return Ending.FINISH
     if config.max_bad_calls is not None and bad_calls >= config.max_bad_calls:
         return Ending.BAD_CALLS
@@ -156,13 +94,3 @@ def _ending(config: AgentConfig, turn: Turn, turns: int, bad_calls: int, deadlin
     if time.monotonic() >= deadline:
         return Ending.TIMEOUT
     return None
-
-
-def fill(template: str, values: dict[str, str]) -> str:
-    """Replace each `{name}` of `values` in one pass; other braces stay, and so do braces inside the values."""
-    head, *parts = template.split("{")
-    out = [head]
-    for part in parts:
-        name, closed, rest = part.partition("}")
-        out.append(values[name] + rest if closed and name in values else "{" + part)
-    return "".join(out)

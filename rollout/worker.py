@@ -19,9 +19,12 @@ from agent_r3.config import Config
 from agent_r3.envs.sandbox import Grading, Sandbox, SandboxProvider
 from agent_r3.errors import EngineError, InfraError, SandboxError
 from agent_r3.rollout.client import EngineFleet
-from agent_r3.rollout.episode import Agent, Episode, run_episode
+from agent_r3.rollout.conversation import Agent
+from agent_r3.rollout.episode import Episode, run_episode
+from agent_r3.rollout.seeds import sampling_seed
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.store import TrajectoryWriter
+from agent_r3.trajectory import engine_counters
 from agent_r3.types import Grade, Task, TrajectoryGroup, Turn
 
 log = structlog.get_logger(__name__)
@@ -60,6 +63,15 @@ class Group:
             self.seconds[stage] += time.monotonic() - began
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An episode that is through."""
+
+    trajectory_id: str
+    grade: Grade
+    turns: int
+
+
 class RolloutWorker:
     """Keeps up to `rollout.concurrency` episodes in flight while the store demands groups."""
 
@@ -73,7 +85,10 @@ class RolloutWorker:
         provider: SandboxProvider,
         grader: Grading,
         store: TrajectoryWriter,
+        *,
+        held_out: bool = False,
     ) -> None:
+        """`held_out`: the tasks are a held set, asked for epoch by epoch, and sampling is seeded where it can be."""
         self._name = name
         self._config = config
         self._tasks = tasks
@@ -83,6 +98,7 @@ class RolloutWorker:
         self._store = store
         self._grader = grader
         self._samples = config.rollout.samples_per_task
+        self._held_out = held_out
 
     async def run(self) -> None:
         """Work until cancelled. A bug or a broken contract ends the worker; an infrastructure failure does not."""
@@ -113,7 +129,10 @@ class RolloutWorker:
 
     def _upcoming(self, index: int) -> list[Task]:
         """Whose containers come next, in order, one entry an episode, as far as they may be kept warm."""
-        groups = range(index, index + self._config.sandbox.warm // self._samples + 1)
+        stop = index + self._config.sandbox.warm // self._samples + 1
+        if self._held_out:  # the next epoch is some training steps away
+            stop = min(stop, index + -index % len(self._tasks))
+        groups = range(index, stop)
         return [task for i in groups for task in [task_at(self._tasks, self._config.run.seed, i)] * self._samples]
 
     async def _run_group(self, index: int) -> None:
@@ -129,27 +148,27 @@ class RolloutWorker:
                 index=index,
                 task_id=group.task.id,
                 policy_version=policy.version,
-                trajectory_ids=tuple(trajectory_id for trajectory_id, _ in graded),
-                rewards=tuple(grade.reward for _, grade in graded),
+                trajectory_ids=tuple(episode.trajectory_id for episode in graded),
+                rewards=tuple(episode.grade.reward for episode in graded),
                 infra_failures=dict(group.failures),
             ),
             {
                 "began": began,
                 "ended": time.time(),
-                "grades_run": float(sum(not grade.cached for _, grade in graded)),
-                **{f"grade/{kind}": float(n) for kind, n in Counter(grade.outcome for _, grade in graded).items()},
+                "turns": float(sum(episode.turns for episode in graded)),
+                "grades_run": float(sum(not episode.grade.cached for episode in graded)),
+                **{f"grade/{kind}": float(n) for kind, n in Counter(e.grade.outcome for e in graded).items()},
                 **group.seconds,
             },
         )
 
-    async def _retry(self, group: Group, sample: int) -> tuple[str, Grade] | None:
+    async def _retry(self, group: Group, sample: int) -> Finished | None:
         """One episode, tried again after infrastructure failures; None when it is left out of the group."""
-        leads = sample == 0
         try:
             for attempt in range(self._config.rollout.retries + 1):
                 trajectory_id = f"{group.id}-{sample:02d}" + (f"-retry{attempt}" if attempt else "")
                 try:
-                    return trajectory_id, await self._run_one(group, trajectory_id, leads=leads)
+                    return await self._run_one(group, sample, trajectory_id)
                 except InfraError as exc:
                     group.failures[exc.kind] += 1
                     log.warning("episode failed", trajectory=trajectory_id, kind=exc.kind, error=str(exc))
@@ -159,7 +178,7 @@ class RolloutWorker:
             log.error("episode left out", group=group.id, sample=sample, attempts=attempt + 1)
             return None
         finally:
-            if leads:
+            if sample == 0:
                 group.prompt_cached.set()
 
     async def _wait_for_engine(self, group: Group) -> None:
@@ -174,19 +193,19 @@ class RolloutWorker:
         except TimeoutError:
             log.error("the engine did not come back", group=group.id, waited_s=self._config.engine.start_timeout_s)
 
-    async def _run_one(self, group: Group, trajectory_id: str, *, leads: bool) -> Grade:
+    async def _run_one(self, group: Group, sample: int, trajectory_id: str) -> Finished:
         with group.timed("sandbox_wait"):
             sandbox = await self._provider.acquire(group.task)
         try:
-            if not leads:
+            if sample > 0:  # the first one brings the prompt into the prefix cache
                 with group.timed("prefix_wait"):
                     await group.prompt_cached.wait()
-            episode = await self._converse(group, trajectory_id, sandbox)
+            episode = await self._converse(group, sample, trajectory_id, sandbox)
         finally:
             await sandbox.close()
         with group.timed("grade"):
             grade = await self._grader.grade(group.task, episode.patch)
-        await self._store.finish_trajectory(trajectory_id, grade.reward, episode.ending, episode.counters)
+        await self._store.finish_trajectory(trajectory_id, grade.reward, episode.ending, engine_counters(episode.turns))
         if self._config.run.archive_trajectories:
             await asyncio.to_thread(
                 write_episode,
@@ -200,9 +219,9 @@ class RolloutWorker:
                 grade=grade,
                 patch=episode.patch,
             )
-        return grade
+        return Finished(trajectory_id, grade, len(episode.turns))
 
-    async def _converse(self, group: Group, trajectory_id: str, sandbox: Sandbox) -> Episode:
+    async def _converse(self, group: Group, sample: int, trajectory_id: str, sandbox: Sandbox) -> Episode[Turn]:
         """The episode's turns, each appended to the store under the one policy version the group was claimed for."""
 
         async def append(turn: Turn) -> None:
@@ -214,5 +233,6 @@ class RolloutWorker:
             await self._store.append_turn(trajectory_id, turn)
 
         await self._store.open_trajectory(trajectory_id, group.id, group.task.id)
-        agent = Agent(self._fleet.at(group.id), self._renderer, self._config.agent)
+        seed = sampling_seed(self._config.run.seed, group.task.id, sample) if self._held_out else None
+        agent = Agent(self._fleet.at(group.id), self._renderer, self._config.agent, seed)
         return await run_episode(agent, group.task, sandbox, append, after_first=group.prompt_cached.set)

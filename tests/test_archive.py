@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from agent_r3.archive import (
     ArchivedEpisode,
+    EpisodeInfo,
     check_trajectory,
     episode_step,
     export,
@@ -20,7 +21,9 @@ from agent_r3.archive import (
     list_episodes,
     read_episode,
     read_info,
+    turn_text,
     write_episode,
+    write_transcript,
 )
 from agent_r3.cli.runs import trajectory_app
 from agent_r3.errors import ContractError, DataError
@@ -195,3 +198,58 @@ def test_list_and_show_print_the_episode(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     for part in ("turn 1:", "turn 3", "README.md", "reward 0.5", "1 of 2 differ"):
         assert part in shown.stdout
+
+
+def transcript(**changes: Any) -> EpisodeInfo:
+    """Of an episode that was not graded yet."""
+    info = EpisodeInfo(
+        id="a__b-1.0",
+        group_id="a__b-1",
+        task_id="a__b-1",
+        reward=None,
+        reason="",
+        ending=Ending.FINISH,
+        patch="",
+        turns=tuple(turn_text(turn) for turn in TURNS),
+        prompt_tokens=9,
+        cached_tokens=3,
+        reprefilled_tokens=0,
+        outcome=None,
+        left_out=(),
+        flaky=False,
+    )
+    return replace(info, **changes)
+
+
+def test_an_evaluations_episode_comes_back_from_its_text_alone(tmp_path: Path) -> None:
+    path = write_transcript(tmp_path, transcript())
+    assert path == tmp_path / "trajectories" / "step_0" / "a__b-1.0.json"
+    assert read_info(path) == transcript()
+    graded = transcript(reward=1.0, reason="all 9 as expected", outcome="passed", left_out=("conftest.py",))
+    assert write_transcript(tmp_path, graded) == path
+    assert read_info(path) == graded
+    assert list_episodes(tmp_path) == [path] == [find_episode(tmp_path, "a__b-1.0")]
+    assert [name.name for name in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "agent-r3 episode 2", "episode": {}}'])
+def test_a_damaged_transcript_is_refused(tmp_path: Path, text: str) -> None:
+    path = write_transcript(tmp_path, transcript())
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"a__b-1\.0"):
+        read_info(path)
+
+
+def test_a_transcript_has_no_arrays_to_export(tmp_path: Path) -> None:
+    path = write_transcript(tmp_path, transcript())
+    with pytest.raises(DataError, match=r"of an evaluation.*no arrays"):
+        export(path, rows=False)
+
+
+def test_an_episode_before_its_grading_is_listed_without_a_reward_and_shown_as_such(tmp_path: Path) -> None:
+    write_transcript(tmp_path, transcript())
+    listed = CliRunner().invoke(trajectory_app, ["list", str(tmp_path), "--json"])
+    assert json.loads(listed.stdout)["reward"] is None
+    assert CliRunner().invoke(trajectory_app, ["list", str(tmp_path)]).exit_code == 0
+    shown = CliRunner().invoke(trajectory_app, ["show", str(tmp_path), "a__b-1.0"])
+    assert "not graded yet · ended by finish" in shown.stdout

@@ -1,9 +1,9 @@
-"""The sandbox benchmark: its arithmetic, its table, and that each of its measurements runs."""
+"""The benchmarks of sandboxes and of evaluations: their arithmetic, their words, and that each measurement runs."""
 
 import pytest
 
 from agent_r3.types import Task
-from benchmarks import sandbox, sandbox_ours
+from benchmarks import evaluation, sandbox, sandbox_ours
 from benchmarks.figures import percentile, round_trips, speedups
 
 PEERS = ("sdk", *sandbox.FRAMEWORKS)
@@ -50,3 +50,28 @@ async def test_every_measurement_of_ours_runs_and_finds_no_error(pathspec_task: 
     grading = await sandbox_ours.grading(pathspec_task, 1)
     assert grading.graded > 0
     assert grading.bare > 0
+
+
+def test_an_evaluations_own_cost_is_all_that_is_neither_model_nor_commands_nor_tests() -> None:
+    timed = [
+        evaluation.Timed(episode=12.0, model=10.0, commands=1.5, sandbox=0.3, grading=4.0, tests=3.0),
+        evaluation.Timed(episode=20.0, model=19.0, commands=0.5, sandbox=0.1, grading=4.0, tests=4.0),
+    ]
+    figures = evaluation.figures(timed, wall_s=21.0, cpu_s=1.0)
+    assert figures["own_s_per_instance"] == pytest.approx((1.5 + 0.5) / 2)
+    assert figures["own_share"] == pytest.approx(2.0 / 40.0)
+    parts = ("own_sandbox_wait_s", "own_rest_of_episode_s", "own_rest_of_grading_s")
+    assert sum(figures[name] for name in parts) == pytest.approx(figures["own_s_per_instance"])
+    assert (figures["instances"], figures["wall_s"], figures["cpu_s_per_instance"]) == (2, 21.0, 0.5)
+
+
+@pytest.mark.docker
+def test_the_evaluation_benchmark_runs_and_every_part_of_it_takes_time(pathspec_task: Task) -> None:
+    load = evaluation.Load(tasks=[pathspec_task.id], samples=2, workers=2, turns=4, latency_s=0.05)
+    result = evaluation.measure(load)
+    assert (result["instances"], result["workers"]) == (2, 2)
+    assert result["model_s"] >= 4 * 0.05
+    assert min(result["commands_s"], result["tests_s"], result["own_s_per_instance"]) > 0
+    assert 0 < result["own_share"] < 1
+    assert result["episode_s"] < result["wall_s"]
+    assert "ours:" in evaluation.in_words(result)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,14 @@ async def until(condition: str, holds: Callable[[], bool], timeout_s: float = 20
 
 @pytest.fixture
 def broker(tmp_path: Path, run_name: str, sandbox_image: str) -> Iterator[BrokerProcess]:
-    """A broker process of one task, `task`; the run's containers are gone afterwards, or the test fails."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(r2e_row(docker_image=sandbox_image, instance_id="task")))
+    """A broker process of `task`, and `held` to evaluate on; the run's containers are gone afterwards, or it fails."""
+    rows, held = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    for path, name in ((rows, "task"), (held, "held")):
+        path.write_text(json.dumps(r2e_row(docker_image=sandbox_image, instance_id=name)))
     sections: Mapping[str, Any] = {
         "run": {"name": run_name},
         "tasks": {"dataset": str(rows)},
+        "eval": {"tasks": {"dataset": str(held)}},
         "sandbox": {"kind": "docker", "broker": "unix:///nowhere/at/all"},
     }
     with broker_process(tmp_path, sections) as started:
@@ -192,7 +195,7 @@ async def test_a_run_with_a_broker_needs_no_docker(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
     config = SandboxConfig(broker=broker.address)
-    await asyncio.to_thread(check_broker, config, [sandbox_task])
+    await asyncio.to_thread(check_broker, config, [sandbox_task, replace(sandbox_task, id="held")])
     async with open_backend(config, GradingConfig(), run="test", owner="client") as (provider, _):
         sandbox = await provider.acquire(sandbox_task)
         assert (await sandbox.exec("cat plain.py", timeout_s=20)).output == b"one\ntwo\nthree\n"

@@ -5,66 +5,20 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import docker
 import psutil
 import pytest
 
-from agent_r3.archive import check_trajectory, list_episodes, read_episode, read_info
-from agent_r3.metrics import read_metrics
+from agent_r3.archive import check_trajectory, episode_step, list_episodes, read_episode, read_info
+from agent_r3.metrics import read_metrics, trained
 from agent_r3.tiny import SCRIPTS
+from tests.support.training import COMMAND, HELD, Training, containers, trainings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parent.parent
-COMMAND = [sys.executable, "-m", "agent_r3.cli"]
-# SGLang's own record of every request: ids in, ids out.
-RECORD = "engine.extra_args=[--log-requests, --log-requests-level, '3', --log-requests-format, json]"
-SMALL = ("train.steps=2", "train.diagnostics_trajectories=8", "rollout.samples_per_task=4")
 EPISODES = 2 * 4 * len(SCRIPTS)
-
-
-@dataclass(frozen=True)
-class Training:
-    """`agent-r3 train configs/tiny-cpu.yaml` as a process."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def wait_for(self, what: str, there: Callable[[], bool], timeout_s: float = 240) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not there():
-            assert self.process.poll() is None, f"ended before {what}: {self.output()}"
-            assert time.monotonic() < deadline, f"no {what} after {timeout_s} s: {self.output()}"
-            time.sleep(0.2)
-
-    def finish(self, timeout_s: float = 400) -> int:
-        return self.process.wait(timeout=timeout_s)
-
-    def output(self) -> str:
-        return (self.folder.parent / f"{self.folder.name}.out").read_text()
-
-    def descendants(self, containing: str) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in found if containing in " ".join(child.cmdline())]
-
-
-def run_name(label: str) -> str:
-    """Containers are found by their run's name, so it is this test session's own."""
-    return f"{label}-{os.getpid()}"
-
-
-def containers(label: str) -> list[object]:
-    client = docker.from_env()
-    try:
-        return list(client.containers.list(all=True, filters={"label": f"agent_r3.run={run_name(label)}"}))
-    finally:
-        client.close()
 
 
 def still_running(processes: list[psutil.Process]) -> list[str]:
@@ -78,55 +32,15 @@ def still_running(processes: list[psutil.Process]) -> list[str]:
     return alive
 
 
-@pytest.fixture(scope="module")
-def tiny_policy() -> None:
-    """The tasks and the policy that the demo makes; kept in the user's cache."""
-    only = [part for task in SCRIPTS for part in ("--only", task)]
-    subprocess.run([*COMMAND, "tasks", "build", "offline", *only], check=True)
-    subprocess.run([*COMMAND, "model", "tiny"], check=True)
-
-
-@contextlib.contextmanager
-def trainings(folder: Path) -> Iterator[Callable[..., Training]]:
-    """Starts runs in `folder`; those that still go on at the end are stopped."""
-    started: list[Training] = []
-
-    def start(label: str, *overrides: str) -> Training:
-        name = run_name(label)
-        out = (folder / f"{name}.out").open("w")
-        command = [
-            *COMMAND,
-            "train",
-            str(ROOT / "configs" / "tiny-cpu.yaml"),
-            f"run.name={name}",
-            f"run.dir={folder}",
-        ]
-        process = subprocess.Popen([*command, *SMALL, *overrides], stdout=out, stderr=subprocess.STDOUT, text=True)
-        started.append(Training(process, folder / name))
-        return started[-1]
-
-    yield start
-    for training in started:
-        if training.process.poll() is None:
-            training.process.send_signal(signal.SIGINT)
-            training.process.wait(timeout=60)
-
-
 @pytest.fixture
 def train(tiny_policy: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
     with trainings(tmp_path) as start:
         yield start
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_policy: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """A run of two steps in two goes: one step, then `--resume` with one more. SGLang recorded every request."""
-    with trainings(tmp_path_factory.mktemp("finished")) as start:
-        first = start("finished", RECORD, "train.steps=1")
-        assert first.finish() == 0, first.output()
-        again = start("finished", RECORD, "train.steps=2", "--resume")
-        assert again.finish() == 0, again.output()
-        yield again
+@pytest.fixture
+def finished(finished_training: Training) -> Training:
+    return finished_training
 
 
 Ids = tuple[int, ...]
@@ -187,10 +101,35 @@ def test_the_exported_trajectory_is_what_the_engine_saw_in_its_last_turn(finishe
 
 def test_a_finished_run_goes_on_with_resume_and_more_steps(finished: Training) -> None:
     metrics = read_metrics(finished.folder)
-    assert [line["step"] for line in metrics] == [0, 1]
+    assert [line["step"] for line in metrics if trained(line)] == [0, 1]
     assert metrics[1]["rollout/reprefilled_tokens"] == 0 and metrics[1]["r3/coverage"] == 1.0
     groups = sorted(read_info(path).group_id for path in list_episodes(finished.folder))
     assert groups == sorted(f"g{index:06d}" for index in range(2 * len(SCRIPTS)) for _ in range(4))
+
+
+def test_the_policy_is_evaluated_on_the_held_set_before_the_steps_and_after_each(finished: Training) -> None:
+    seen = requests_seen(finished.folder / "logs")
+    metrics = read_metrics(finished.folder)
+    assert [(line["step"], line["eval/policy_version"], line["eval/episodes"]) for line in metrics] == [
+        (step, step, len(HELD)) for step in (0, 1, 2)
+    ]
+    episodes = [(episode_step(path), read_episode(path)) for path in list_episodes(finished.folder / "eval")]
+    assert sorted((version, episode.info.task_id) for version, episode in episodes) == [
+        (version, task) for version in (0, 1, 2) for task in HELD
+    ]
+    for version, episode in episodes:
+        check_trajectory(episode)
+        assert {turn.policy_version for turn in episode.info.turns} == {version}
+        last = episode.info.turns[-1]
+        tokens, cut = tuple(episode.trajectory.tokens.tolist()), last.start + last.prompt
+        assert (tokens[:cut], tokens[cut:]) in seen
+    for line in metrics:
+        rewards = [episode.info.reward for version, episode in episodes if version == line["step"]]
+        assert line["eval/pass@1"] == sum(reward == 1 for reward in rewards) / len(HELD)
+        assert line["eval/pass@1_low"] <= line["eval/pass@1"] <= line["eval/pass@1_high"]
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert [found["pass@1"] for found in summary["evaluations"]] == [line["eval/pass@1"] for line in metrics]
+    assert "Pass@1 on the held set" in (finished.folder / "report.html").read_text()
 
 
 def test_an_engine_killed_in_mid_run_is_replaced_and_no_failure_becomes_a_reward(

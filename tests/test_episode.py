@@ -9,10 +9,11 @@ import pytest
 from agent_r3.config import AgentConfig
 from agent_r3.errors import DataError, EngineError
 from agent_r3.hfconfig import read_model
-from agent_r3.rollout.episode import Agent, Episode, fill, run_episode
+from agent_r3.rollout.conversation import Agent, fill
+from agent_r3.rollout.episode import Episode, run_episode
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.tools.parsers import render
-from agent_r3.trajectory import TrajectoryEnd, TurnRecord, splice
+from agent_r3.trajectory import TrajectoryEnd, TurnRecord, engine_counters, splice
 from agent_r3.types import Ending, MoEShape, Task, ToolCall, Turn
 from tests.support.engine import save_tiny_moe
 from tests.support.scripted import DictSandbox, ScriptedEngine
@@ -28,7 +29,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return ChatRenderer.from_folder(read_model(save_tiny_moe(tmp_path_factory.mktemp("model"))))
 
 
-def run(engine: ScriptedEngine, renderer: ChatRenderer, **limits: object) -> tuple[Episode, list[Turn]]:
+def run(engine: ScriptedEngine, renderer: ChatRenderer, **limits: object) -> tuple[Episode[Turn], list[Turn]]:
     config = AgentConfig.model_validate({"system_prompt": "s", "max_tokens": 4096, "max_turn_tokens": 256, **limits})
     turns: list[Turn] = []
 
@@ -119,9 +120,10 @@ def test_a_dead_engine_is_raised_and_no_observation(renderer: ChatRenderer) -> N
 def test_earlier_tokens_that_are_computed_again_are_counted(renderer: ChatRenderer) -> None:
     perfect, _ = run(ScriptedEngine(renderer, [BASH, BASH, FINISH], shape=SHAPE), renderer)
     evicted, turns = run(ScriptedEngine(renderer, [BASH, BASH, FINISH], shape=SHAPE, cached=lambda _: 0), renderer)
-    assert perfect.counters["reprefilled_tokens"] == 0
-    assert evicted.counters["reprefilled_tokens"] == sum(turn.start - 1 for turn in turns[1:])
-    assert evicted.counters["prompt_tokens"] == sum(turn.start + len(turn.prompt_ids) for turn in turns)
+    assert engine_counters(perfect.turns)["reprefilled_tokens"] == 0
+    counters = engine_counters(evicted.turns)
+    assert counters["reprefilled_tokens"] == sum(turn.start - 1 for turn in turns[1:])
+    assert counters["prompt_tokens"] == sum(turn.start + len(turn.prompt_ids) for turn in turns)
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused(renderer: ChatRenderer) -> None:

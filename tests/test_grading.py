@@ -383,7 +383,7 @@ def test_what_cannot_be_graded_is_known_before_anything_runs() -> None:
     require_gradable(dataclasses.replace(make_task("image:1"), test_command="python -m pytest -rA r2e_tests"))
     for task, complaint in (
         (dataclasses.replace(make_task("image:1", "a"), test_command="make test | tee log"), "not of the form"),
-        (dataclasses.replace(make_task("image:1", "a"), source=Source.SWE_BENCH), "graded by `agent-r3 eval`"),
+        (dataclasses.replace(make_task("image:1", "a"), source=Source.SWE_BENCH), "use a dataset in the 5.x format"),
     ):
         with pytest.raises(DataError, match=rf"task a.*{complaint}"):
             require_gradable(task)

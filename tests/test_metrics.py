@@ -95,7 +95,7 @@ def test_writing_metrics_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
 
 def test_every_metric_is_explained() -> None:
     for name, (_, meaning) in METRICS.items():
-        assert name.split("/")[0] in ("train", "rollout", "r3", "perf"), name
+        assert name.split("/")[0] in ("train", "eval", "rollout", "r3", "perf"), name
         assert meaning
 
 

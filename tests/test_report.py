@@ -70,6 +70,7 @@ def test_summary_figures_are_pooled_over_tokens_and_exact() -> None:
         "reward": [0.25, 0.75],
         "reward_first3": 0.5,
         "reward_last3": 0.5,
+        "evaluations": [],
         "episodes": 40,
         "turns_mean": 5.5,
         "r3_coverage": pytest.approx(0.625),

@@ -95,8 +95,8 @@ async def test_a_swe_bench_agent_has_conda_s_environment(pool: SandboxPool, benc
     assert await run(sandbox, "git log --all --oneline | wc -l; ls") == "1\ncore.py\ntests\n"
 
 
-async def test_a_swe_bench_task_is_not_graded_here(grader: Grader, bench_task: Task) -> None:
-    with pytest.raises(DataError, match="task django__django-11099 is of SWE-bench; it is graded by `agent-r3 eval`"):
+async def test_a_swe_bench_task_of_an_older_dataset_is_not_graded(grader: Grader, bench_task: Task) -> None:
+    with pytest.raises(DataError, match="task django__django-11099: its row has no `log_parser`, no `eval_script`"):
         await grader.grade(bench_task, FIX.encode())
 
 

@@ -13,7 +13,7 @@ from agent_r3.envs.rows import Origin, task_from_row
 from agent_r3.errors import DataError
 from agent_r3.types import Source
 from tests.support.r2e_rows import r2e_row
-from tests.support.swe_rows import BUG, bench_row, smith_row
+from tests.support.swe_rows import BUG, bench_row, row_of_5x, smith_row
 
 ORIGIN = Origin("rows.jsonl", 3, dataset="rows")
 
@@ -28,6 +28,31 @@ def test_a_swe_bench_row_becomes_a_task_with_the_image_of_its_id() -> None:
 
 def test_a_swe_bench_row_may_name_its_image() -> None:
     assert task_from_row(bench_row(image="mirror/some:tag"), ORIGIN).image == "mirror/some:tag"
+
+
+def test_a_row_of_5x_keeps_what_its_harness_reads() -> None:
+    row = row_of_5x()
+    task = task_from_row(row, ORIGIN)
+    assert task.difficulty == "<15 min fix"
+    assert json.loads(json.dumps(task.harness_row)) == {
+        **{name: row[name] for name in ("instance_id", "repo", "version", "image", "log_parser", "eval_type")},
+        "eval_script": row["eval_script"],
+        "FAIL_TO_PASS": json.loads(row["FAIL_TO_PASS"]),
+        "PASS_TO_PASS": json.loads(row["PASS_TO_PASS"]),
+    }
+
+
+def test_an_older_row_keeps_what_it_has_and_gets_the_image_of_its_id() -> None:
+    task = task_from_row(bench_row(), ORIGIN)
+    assert set(task.harness_row) == {"instance_id", "repo", "version", "image", "FAIL_TO_PASS", "PASS_TO_PASS"}
+    assert (task.harness_row["image"], task.difficulty) == (task.image, "")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_image_assets_may_be_an_object_or_json(as_json: bool) -> None:
+    assets = {"test_patch": [{"path": "a.png", "url": "http://x/a.png"}]}
+    task = task_from_row(row_of_5x(image_assets=json.dumps(assets) if as_json else assets), ORIGIN)
+    assert task.harness_row["image_assets"] == assets
 
 
 def test_test_names_are_kept_whole_with_spaces_dashes_and_clocks() -> None:
@@ -90,6 +115,9 @@ def test_a_missing_column_of_swe_smith_is_named_with_file_and_row(column: str) -
         (bench_row(FAIL_TO_PASS="[]"), "column `FAIL_TO_PASS` names no test"),
         (bench_row(image=7), "column `image` must be a non-empty string, found 7"),
         (bench_row(patch=" "), "column `patch` must be a non-empty string"),
+        (row_of_5x(eval_script=["pytest"]), "column `eval_script` must be a non-empty string, found"),
+        (row_of_5x(image_assets="{"), "column `image_assets` is not JSON"),
+        (row_of_5x(image_assets=["a.png"]), "column `image_assets` must be an object, found"),
         (smith_row(problem_statement=""), "column `problem_statement` must be a non-empty string"),
         (smith_row(patch="nonsense"), "column `patch` is not a diff of text files: 'nonsense'"),
         (smith_row(patch=BUG[:-30]), "column `patch` is not a diff of text files: its last hunk is cut off"),

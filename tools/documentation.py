@@ -19,7 +19,7 @@ _JSON_EXAMPLE = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-
 def describe(tools: tuple[type[Tool], ...], call_format: CallFormat) -> str:
     """Every tool with its parameters, and how to write a call."""
     if call_format == "hermes":
-        listing = "\n".join(json.dumps(_schema(tool)) for tool in tools)
+        listing = "\n".join(json.dumps(function_schema(tool)) for tool in tools)
         return (
             "# Tools\n\nYou call one function per turn. "
             "You are provided with function signatures within <tools></tools> XML tags:\n"
@@ -53,7 +53,8 @@ def required(arguments: type[Arguments]) -> list[str]:
     return [name for name, field in arguments.model_fields.items() if field.is_required()]
 
 
-def _schema(tool: type[Tool]) -> dict[str, Any]:
+def function_schema(tool: type[Tool]) -> dict[str, Any]:
+    """A tool as OpenAI's API and the Hermes format describe a function."""
     body = {"type": "object", "properties": parameters(tool.arguments), "required": required(tool.arguments)}
     return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": body}}
 

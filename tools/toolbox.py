@@ -12,7 +12,7 @@ from agent_r3.config import AgentConfig
 from agent_r3.envs.sandbox import Sandbox
 from agent_r3.errors import ConfigError
 from agent_r3.tools.base import Arguments, Tool
-from agent_r3.tools.documentation import describe, parameters
+from agent_r3.tools.documentation import describe, function_schema, parameters
 from agent_r3.tools.execute_bash import ExecuteBash, PersistentBash
 from agent_r3.tools.file_editor import FileEditor
 from agent_r3.tools.finish import Finish
@@ -49,8 +49,11 @@ class Toolbox:
         self._tools = {name: REGISTRY[name](config) for name in config.tools}
         self._format = config.call_format
         self._max_chars = config.observation_chars
-        self.documentation: str = describe(tuple(type(tool) for tool in self._tools.values()), self._format)
+        kinds = tuple(type(tool) for tool in self._tools.values())
+        self.documentation: str = describe(kinds, self._format)
         """The tools and how to call them, for the system prompt."""
+        self.functions: tuple[Mapping[str, Any], ...] = tuple(function_schema(kind) for kind in kinds)
+        """The same for models that are offered tools as functions, with JSON schemas."""
 
     async def step(self, text: str, sandbox: Sandbox) -> tuple[tuple[ToolCall, ...], tuple[Observation, ...]]:
         """Parse a turn and run its first call. Returns the calls and at least one observation; see `run`."""

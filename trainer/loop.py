@@ -7,22 +7,27 @@ A group is acknowledged once a checkpoint holds its step. A trainer that is kill
 groups since then are delivered again, in the same order and under the same versions, so none is lost and none counts
 twice; until it has caught up, the engines keep the newer policy that they serve. With `train.save_every=0` there is no
 checkpoint to come back to, and groups are acknowledged after their step.
+
+With `eval.every` the policy is evaluated on a held set between steps (`trainer/evaluation.py`), while no training
+episode runs. The figures stand in the line of the step that starts from that policy.
 """
 
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from operator import add
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import structlog
 
 from agent_r3.config import Config, require_trainable_sampling
 from agent_r3.errors import ContractError, UserError
+from agent_r3.held_set import evaluation_config, is_due
 from agent_r3.metrics import MetricsWriter
 from agent_r3.store import Delivery, GroupReader
 from agent_r3.store import Policy as PublishedPolicy
@@ -30,6 +35,7 @@ from agent_r3.trainer import ranks
 from agent_r3.trainer.batch_loader import BatchLoader, samples_of
 from agent_r3.trainer.checkpoint import Checkpoints, TrainerState
 from agent_r3.trainer.diagnostics import Diagnostics
+from agent_r3.trainer.evaluation import Evaluator
 from agent_r3.trainer.feed import GroupFeed, StepGroups, Stopped, collect
 from agent_r3.trainer.losses import LossSums, load_verl
 from agent_r3.trainer.megatron import Policy
@@ -38,6 +44,8 @@ from agent_r3.trainer.push import WeightPublisher
 from agent_r3.trainer.rollout_metrics import rollout_metrics
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _WAITING = "waiting"  # rank 0 says so regularly: no collective may time out during a long rollout
 
@@ -48,6 +56,7 @@ def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: 
     One process per rank (torchrun), or one alone. Raises UserError for what can be mended before the first step.
     """
     require_trainable_sampling(config.sampling)
+    evaluation = evaluation_config(config) if config.eval.every else None
     load_verl()  # now, while the engines start, rather than in the first step
     policy = Policy.from_pretrained(
         Path(config.model.path),
@@ -59,6 +68,9 @@ def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: 
     with ExitStack() as stack:
         store = stack.enter_context(GroupReader.connect(store_url, config.run.name))
         trainer = Trainer(config, policy, store, engine_urls, resume=resume)
+        if evaluation is not None and ranks.rank() == 0:
+            held = stack.enter_context(GroupReader.connect(store_url, evaluation.run.name))
+            trainer.evaluate_with(held, evaluation)
         trainer.open(stack)
         trainer.run()
 
@@ -82,8 +94,15 @@ class Trainer:
         self._stopping = False
         self._unsafe: list[Delivery] = []  # trained, but in no checkpoint yet
         self._seconds: Counter[str] = Counter()
+        self._evaluator: Evaluator | None = None  # on rank 0, where the policy is evaluated
+        self._figures: dict[str, float] = {}  # of the policy that the next step starts from
+        self._resume = resume
         self.state = self._start_state(resume)
         self._saved_step = self.state.step
+
+    def evaluate_with(self, store: GroupReader, config: Config) -> None:
+        """For rank 0, before it opens: make evaluations, in the part of the store that is theirs."""
+        self._evaluator = Evaluator(store, config, self._idle)
 
     def open(self, stack: ExitStack) -> None:
         """Take up the run: signals, metrics, the place in the data order, the policy in the engines."""
@@ -93,25 +112,30 @@ class Trainer:
             self._metrics = stack.enter_context(MetricsWriter(self._config.run.folder, first_step=self.state.step))
             self._feed = GroupFeed(self._store, self.state.groups, self._idle)
         self._served = ranks.share(self._open_store() if self._leads else None)
+        if self._evaluator is not None:
+            began = self.state.step if self._resume else -1
+            self._evaluator.take_up(lost_after=None if self._served >= 0 else began)
         self._push()
 
     def run(self) -> None:
         """All remaining steps. Returns early, at a step boundary, when the run was asked to stop."""
         steps, save_every = self._config.train.steps, self._config.train.save_every
-        while self.state.step < steps:
+        while self.state.step < steps and self._evaluate():
             with self._timed("step"):
                 with self._timed("wait"):
                     groups = self._next_groups()
                 if groups is None:
                     break
                 metrics = self.step(groups)
-            self._write(metrics)
+            self._write(self.state.step - 1, metrics)
             if not save_every:
                 self._acknowledge()
             elif self.state.step % save_every == 0:
                 self._save()
         if self.state.step != self._saved_step:
             self._save()
+        if self.state.step >= steps and self._evaluate() and self._figures:
+            self._write(self.state.step, {})
         log.info("trainer ends", step=self.state.step, of=steps, policy_version=self.state.version)
 
     def step(self, groups: StepGroups) -> dict[str, float]:
@@ -183,10 +207,35 @@ class Trainer:
 
     def _next_groups(self) -> StepGroups | None:
         """The groups of the next step, on every rank; None when the run was asked to stop."""
-        message: StepGroups | str | None = _WAITING
+        return self._led(lambda: collect(self._feed, self._config, self.state.version))
+
+    def _evaluate(self) -> bool:
+        """Evaluate the policy where that is due. False, on every rank, when the run was asked to stop."""
+        if not self._config.eval.every:
+            return True
+        with self._timed("eval"):
+            figures = self._led(self._evaluation)
+        self._figures = figures or {}
+        return figures is not None
+
+    def _evaluation(self) -> dict[str, float]:
+        """On rank 0: figures of the current policy, {} where it is not to be evaluated."""
+        step, version = self.state.step, self.state.version
+        assert self._evaluator is not None
+        known = self._evaluator.known(step)
+        if known is not None or not is_due(self._config, step):
+            return known or {}
+        if version < self._served:
+            log.warning("not evaluated: the engines serve a newer policy", step=step, policy_version=version)
+            return {}
+        return self._evaluator.evaluate(step, version, str(self._publisher.folder(version)))
+
+    def _led(self, work: Callable[[], T]) -> T | None:
+        """What `work` gives on rank 0, on every rank; it calls `_idle` while it waits. None when asked to stop."""
+        message: T | str | None = _WAITING
         if self._leads:
             try:
-                message = collect(self._feed, self._config, self.state.version)
+                message = work()
             except Stopped:
                 message = None
             message = ranks.share(message)
@@ -225,11 +274,11 @@ class Trainer:
             self._store.ack(self._unsafe)
         self._unsafe = []
 
-    def _write(self, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
         """Before the checkpoint, so that no checkpointed step lacks its line; its seconds count in the next one's."""
         if self._leads:
             stages = {f"perf/{stage}_s": seconds for stage, seconds in self._seconds.items()}
-            self._metrics.write(self.state.step - 1, metrics | stages)
+            self._metrics.write(step, metrics | self._figures | stages)
         self._seconds.clear()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -48,7 +48,7 @@ def _seconds(deliveries: Sequence[Delivery]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for delivery in deliveries:
         for name, value in delivery.seconds.items():
-            if name not in ("began", "ended", "grades_run"):
+            if name not in ("began", "ended", "grades_run", "turns"):
                 metric = f"rollout/{name}" if name.startswith("grade/") else f"rollout/seconds/{name}"
                 metrics[metric] = metrics.get(metric, 0.0) + value
     timed = [delivery.seconds for delivery in deliveries if {"began", "ended"} <= delivery.seconds.keys()]

@@ -38,6 +38,18 @@ def sandbox(
     _run("sandbox", [*(["--quick"] if quick else []), *(["--json"] if as_json else [])])
 
 
+@app.command("eval")
+def eval_(
+    samples: Annotated[int, typer.Option(min=1, help="Episodes of each of 8 tasks.")] = 16,
+    as_json: AsJson = False,
+) -> None:
+    """What an evaluation costs besides model, commands and tests: scripted agents, 16 workers, stages timed. 3 minutes.
+
+    Example: agent-r3 bench eval --json
+    """
+    _run("evaluation", ["--samples", str(samples), *(["--json"] if as_json else [])])
+
+
 def _run(module: str, args: list[str]) -> None:
     """Run a module of the checkout's benchmarks/ in a process of its own."""
     import os

@@ -7,7 +7,7 @@ import typer
 
 
 def broker(
-    config: Annotated[Path, typer.Argument(help="YAML config: its tasks, sandbox and grading sections are served.")],
+    config: Annotated[Path, typer.Argument(help="YAML config: its tasks, eval.tasks, sandbox and grading are served.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides: sandbox.warm=8.")] = None,
     listen: Annotated[
         str | None, typer.Option(help="unix:///PATH or http://HOST:PORT; by default the config's sandbox.broker.")
@@ -26,8 +26,8 @@ def broker(
 ) -> None:
     """Serve sandboxes and grades to rollout workers whose config names this broker in sandbox.broker.
 
-    Clients may only name tasks of the config's dataset. A client that goes loses all it had. Each operation is one
-    JSON line of the audit log; SIGTERM ends every sandbox.
+    Clients may only name tasks of the config's datasets (`tasks` and `eval.tasks`). A client that goes loses all it
+    had. Each operation is one JSON line of the audit log; SIGTERM ends every sandbox.
 
     Example: agent-r3 broker configs/tiny-cpu.yaml --listen unix:///run/agent-r3/broker.sock
     """

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from agent_r3.cli import bench, broker, doctor, model, runs, serve, tasks, train, trainer, worker
+from agent_r3.cli import bench, broker, doctor, evaluate, model, runs, serve, tasks, train, trainer, worker
 from agent_r3.errors import AgentR3Error, UserError
 
 _ROLES = "Roles, each a process of its own"
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.command("report")(runs.report)
+app.add_typer(evaluate.app, name="eval")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.trajectory_app, name="trajectory")

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from agent_r3.archive import TurnText
 
 RunFolder = Annotated[Path, typer.Argument(help="The run's folder, for instance runs/demo.")]
+AnyFolder = Annotated[Path, typer.Argument(help="Folder of a run or an evaluation, for instance runs/demo.")]
 EpisodeId = Annotated[str, typer.Argument(help="Episode id as `trajectory list` shows it.")]
 
-trajectory_app = typer.Typer(help="Finished episodes of a run.", no_args_is_help=True)
+trajectory_app = typer.Typer(help="Finished episodes of a run or an evaluation.", no_args_is_help=True)
 
 
 def report(run: RunFolder) -> None:
@@ -28,11 +29,11 @@ def report(run: RunFolder) -> None:
 
 @trajectory_app.command("list")
 def list_(
-    run: RunFolder,
+    run: AnyFolder,
     step: Annotated[int | None, typer.Option(help="Only this training step.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """List the archived episodes: step, task, reward, turns, tokens, ending.
+    """List the archived episodes: step, task, reward (none before grading), turns, tokens, ending.
 
     Example: agent-r3 trajectory list runs/demo --step 3
     """
@@ -56,7 +57,7 @@ def list_(
         return
     table = Table(*names, title=f"{len(rows)} episodes of {run}")
     for values in rows:
-        table.add_row(*map(str, values))
+        table.add_row(*("-" if value is None else str(value) for value in values))
     Console().print(table)
 
 
@@ -88,7 +89,7 @@ def export(
 
 
 @trajectory_app.command("show")
-def show(run: RunFolder, episode: EpisodeId) -> None:
+def show(run: AnyFolder, episode: EpisodeId) -> None:
     """Show one episode turn by turn: what the policy wrote and what it saw.
 
     Example: agent-r3 trajectory show runs/demo g000003-01
@@ -104,8 +105,10 @@ def show(run: RunFolder, episode: EpisodeId) -> None:
     console.rule(f"{info.id} · step {episode_step(path)} · {info.task_id}")
     for turn in info.turns:
         _show_turn(console.print, turn)
-    console.rule(f"reward {info.reward:g} · ended by {info.ending} · {info.tokens} tokens")
-    console.print(Text(info.reason))
+    reward = "not graded yet" if info.reward is None else f"reward {info.reward:g}"
+    console.rule(f"{reward} · ended by {info.ending} · {info.tokens} tokens")
+    if info.reason:
+        console.print(Text(info.reason))
     if info.patch.strip():
         console.print(Text(info.patch, style="dim"))
 

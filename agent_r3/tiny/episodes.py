@@ -14,7 +14,7 @@ import numpy as np
 
 from agent_r3.envs.sandbox import Sandbox, SandboxProvider
 from agent_r3.errors import SandboxError
-from agent_r3.rollout.episode import fill
+from agent_r3.rollout.conversation import opening
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.tiny.scripts import AGENT, SCRIPTS, mixture, write_turns
 from agent_r3.tools import Toolbox
@@ -34,9 +34,7 @@ class ScriptedEpisode:
     @property
     def messages(self) -> tuple[str, str]:
         """System and user message."""
-        names = {"workdir": self.task.workdir, "repo": self.task.repo, "tools": Toolbox(AGENT).documentation}
-        names["problem_statement"] = self.task.problem_statement
-        return fill(AGENT.system_prompt, names), fill(AGENT.instance_prompt, names)
+        return opening(AGENT, self.task, Toolbox(AGENT).documentation)
 
     @property
     def texts(self) -> list[str]:

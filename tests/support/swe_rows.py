@@ -15,7 +15,7 @@ index 1111111..2222222 100644
 
 
 def bench_row(**changes: Any) -> dict[str, Any]:
-    """A SWE-bench row; `None` takes a column away."""
+    """A SWE-bench row as they were before swebench 5; `None` takes a column away."""
     row = {
         "instance_id": "django__django-11099",
         "repo": "django/django",
@@ -30,6 +30,22 @@ def bench_row(**changes: Any) -> dict[str, Any]:
         "PASS_TO_PASS": json.dumps(["test_c"]),
     } | changes
     return {column: value for column, value in row.items() if value is not None}
+
+
+def row_of_5x(**changes: Any) -> dict[str, Any]:
+    """A SWE-bench row with all that swebench 5 reads; `None` takes a column away."""
+    script = "#!/bin/bash\n: '>>>>> Start Test Output'\n./tests/runtests.py\n: '>>>>> End Test Output'\n"
+    return bench_row(
+        **{
+            "image": "swebench/sweb.eval.x86_64.django_1776_django-11099:latest",
+            "log_parser": "parse_log_django",
+            "eval_type": "pass_and_fail",
+            "eval_script": script,
+            "difficulty": "<15 min fix",
+            "image_assets": "{}",
+        }
+        | changes
+    )
 
 
 def smith_row(**changes: Any) -> dict[str, Any]:
