@@ -3,7 +3,7 @@
 RUN := .venv/bin
 SEED ?= 0
 
-.PHONY: help setup demo test check lint bench chaos-sandbox clean
+.PHONY: help setup demo images test check lint bench chaos-sandbox clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -16,6 +16,10 @@ demo: setup ## train the tiny policy end to end on this machine, without a GPU (
 	$(RUN)/agent-r3 tasks build --for configs/tiny-cpu.yaml
 	$(RUN)/agent-r3 model tiny
 	$(RUN)/agent-r3 train configs/tiny-cpu.yaml run.seed=$(SEED) --overwrite
+
+images: ## build the images of the docker-compose stack (IMAGES="rollout broker" for some)
+	@docker/engine.sh
+	@scripts/images.sh $(IMAGES)
 
 test: setup ## lint, types, layers and every test, against real Docker, Redis, SGLang and Megatron
 	@scripts/test-services.sh

@@ -1,17 +1,21 @@
-"""Typed configuration: one YAML file plus dotted overrides (`train.lr=1e-6`). Each knob stands here once.
+"""Typed configuration: one YAML file, the environment, dotted overrides (`train.lr=1e-6`). Each knob stands here once.
 
+The later wins. `AGENT_R3__TRAIN__LR=1e-6` in the environment is `train.lr=1e-6`, for every command.
 Unknown keys are refused with the nearest known name. A component takes its own section, never the whole tree.
 """
 
 import difflib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agent_r3.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "AGENT_R3__"
 
 
 class Section(BaseModel):
@@ -161,6 +165,8 @@ class EngineConfig(Section):
     """A server that is not healthy by then has failed to start."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Wall time of one generate request."""
+    metrics: bool = False
+    """Serve SGLang's own Prometheus metrics at `/metrics` of its port."""
     extra_args: tuple[str, ...] = ()
     """Further command-line arguments for `sglang.launch_server`."""
 
@@ -168,6 +174,8 @@ class EngineConfig(Section):
 class StoreConfig(Section):
     url: str | None = None
     """Redis URL; null starts an embedded Redis-compatible server for this run."""
+    password_file: Path | None = None
+    """File with the password of the server at `store.url`, which then names none itself."""
 
 
 class RolloutConfig(Section):
@@ -276,6 +284,31 @@ class EvalConfig(Section):
     """Offer tools to the endpoint as functions; otherwise calls are read from its text in `agent.call_format`."""
 
 
+class ServiceConfig(Section):
+    """What a role that runs on its own (`agent-r3 serve`, `rollout`, `trainer`, `broker`) owes to who runs it."""
+
+    host: str = "127.0.0.1"
+    """Address on which `/healthz` and `/metrics` are served."""
+    port: int | None = Field(default=None, ge=0, le=65_535)
+    """Port of `/healthz` and `/metrics`; null serves neither, 0 takes a free one. One role, one port."""
+    grace_s: float = Field(default=60.0, ge=0)
+    """Seconds after SIGTERM in which a rollout worker may finish the groups that it has; the rest is dropped then."""
+
+
+class TrackConfig(Section):
+    """Where figures and traces go besides the run's folder; each needs the extra of its name."""
+
+    wandb: bool = False
+    """Write the run's figures to Weights & Biases too (extra `wandb`); the key comes from WANDB_API_KEY."""
+    wandb_project: str = Field(default="agent-r3", min_length=1)
+    """W&B project; WANDB_ENTITY and WANDB_BASE_URL choose the account and the server."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` writes files under the run's folder, which `wandb sync` uploads later."""
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+(/\S*)?$")
+    """Base URL of an OpenTelemetry collector that takes OTLP over HTTP (`http://HOST:4318`), for traces of episodes and
+    steps (extra `otel`); null makes none."""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -289,6 +322,8 @@ class Config(Section):
     grading: GradingConfig = GradingConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    service: ServiceConfig = ServiceConfig()
+    track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -298,6 +333,8 @@ class Config(Section):
             )
         if self.train.routing == "r3" and not self.engine.routed_experts:
             raise ValueError("train.routing is r3 but engine.routed_experts is off; turn one of them")
+        if self.store.password_file is not None and self.store.url is None:
+            raise ValueError("store.password_file is set, but store.url names no server that it is for")
         return self
 
 
@@ -316,7 +353,7 @@ def require_trainable_sampling(sampling: SamplingConfig) -> None:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` and apply `section.key=value` overrides (values are YAML). Raises ConfigError with one line."""
+    """Read `path`, apply the environment, then `section.key=value` overrides. Raises ConfigError with one line."""
     if not path.is_file():
         raise ConfigError(f"config file {path} is not there; see configs/ for examples")
     try:
@@ -329,13 +366,26 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(tree: dict[str, Any], overrides: Sequence[str], where: str) -> Config:
-    """The config of `tree`, which came from `where`, with overrides applied. Raises ConfigError with one line."""
+    """The config of `tree`, which came from `where`, with environment and overrides applied.
+
+    Both hold YAML values. Raises ConfigError with one line, which names the variable that a bad key came from.
+    """
+    variables: dict[str, str] = {}  # dotted key -> the variable that set it
+    for variable, raw in sorted(os.environ.items()):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _apply(tree, key, raw, f"environment variable {variable}")
+            variables[key] = variable
     for override in overrides:
-        _apply(tree, override)
+        key, equals, raw = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        _apply(tree, key, raw, f"override {override!r}")
+        variables.pop(key, None)
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(error) for error in exc.errors())) from exc
+        raise ConfigError(f"{where}: " + "; ".join(_explain(error, variables) for error in exc.errors())) from exc
 
 
 def dump_config(config: Config) -> str:
@@ -343,43 +393,46 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, raw = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+def _apply(tree: dict[str, Any], key: str, raw: str, source: str) -> None:
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+            raise ConfigError(f"{source}: {parent!r} is a value, not a section")
         node = child
     try:
         # YAML 1.1 reads `1e-6` as a string; pydantic turns it into the field's number.
         node[leaf] = yaml.safe_load(raw)
     except yaml.YAMLError as exc:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from exc
+        raise ConfigError(f"{source}: the value is not valid YAML") from exc
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, variables: Mapping[str, str]) -> str:
     where = ".".join(str(part) for part in error["loc"])
+    variable = next((name for key, name in variables.items() if f"{where}.".startswith(f"{key}.")), None)
+    if variable is None and error["type"] == "extra_forbidden":  # a section that is not known came with its key
+        variable = next((name for key, name in variables.items() if key.startswith(f"{where}.")), None)
+    came_from = f" (from environment variable {variable})" if variable else ""
     if error["type"] == "extra_forbidden":
         *parents, key = error["loc"]
         known = _known_keys(parents)
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-        return f"unknown key `{where}`; {hint}"
+        return f"unknown key `{where}`{came_from}; {hint}"
     if error["type"] == "missing":
         return f"missing key `{where}`"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"`{where}`: {message} (got {error['input']!r})" if where else message
+    return f"`{where}`{came_from}: {message} (got {error['input']!r})" if where else message
 
 
 def _known_keys(parents: Sequence[object]) -> list[str]:
     section: type[BaseModel] = Config
     for parent in parents:
         annotation = section.model_fields[str(parent)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        if not sections:
             return []
-        section = annotation
+        section = sections[0]
     return list(section.model_fields)

@@ -30,6 +30,10 @@ class ContractError(AgentR3Error):
     """An invariant between processes broke (row count, gap, stale version). Carries the numbers; never retried."""
 
 
+class ClaimLostError(ContractError):
+    """A group is not this process's any more: another one holds or published it, or the run was reset."""
+
+
 class RoutingError(ContractError):
     """Routing rows that are missing, overlapping, out of range or duplicated."""
 
@@ -77,6 +81,16 @@ class BrokerError(SandboxError):
     """The sandbox broker is gone or answered with an error."""
 
     kind = "broker"
+
+
+class QuotaError(BrokerError):
+    """A client has used up its share of the broker for now; asking again after `retry_after_s` may help."""
+
+    kind = "quota"
+
+    def __init__(self, text: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class EngineError(InfraError):

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from agent_r3.errors import ContractError, UserError, boundary
+from agent_r3.tracking import WandbBoard
 
 METRICS: dict[str, tuple[str, str]] = {
     # name: (unit, meaning). `<...>` stands for any value of that kind.
@@ -81,7 +82,7 @@ _FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends a step's figures to `metrics.jsonl` and to TensorBoard event files in `tensorboard/`.
+    """Appends a step's figures to `metrics.jsonl`, to TensorBoard event files in `tensorboard/`, and to `wandb`.
 
         with MetricsWriter(run_folder, first_step=resumed_step + 1) as metrics:
             metrics.write(step, {"train/loss": 0.12, "perf/train_s": 1.4})
@@ -90,7 +91,8 @@ class MetricsWriter:
     once. Not-a-number and infinity stay visible: they are strings in the JSON, which knows no such numbers.
     """
 
-    def __init__(self, run_folder: Path, *, first_step: int) -> None:
+    def __init__(self, run_folder: Path, *, first_step: int, wandb: WandbBoard | None = None) -> None:
+        """`wandb` is closed with this."""
         run_folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(run_folder) if line["step"] < first_step]
         self._last = int(kept[-1]["step"]) if kept else first_step - 1
@@ -100,12 +102,13 @@ class MetricsWriter:
         fresh.replace(path)
         self._file = path.open("a")
         self._board = _Board(run_folder / "tensorboard", first_step)
+        self._wandb = wandb
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(failed=kind is not None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One step's figures. Raises ContractError for a step that is not after the last one."""
@@ -115,12 +118,16 @@ class MetricsWriter:
         self._file.write(_line({"step": step, "time": now, **values}))
         self._file.flush()
         self._board.write(step, now, values)
+        if self._wandb is not None:
+            self._wandb.write(step, values)
         self._last = step
 
-    def close(self) -> None:
-        """Flush both; harmless a second time."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush all; harmless a second time. `failed` is what W&B shows of the run."""
         self._file.close()
         self._board.close()
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
 
 
 class _Board:

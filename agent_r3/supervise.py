@@ -26,9 +26,10 @@ from agent_r3.progress import StepProgress
 from agent_r3.report import print_table, write_report
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.launcher import EngineServer, check_port, free_port
-from agent_r3.store import EmbeddedServer, Policy, TrajectoryWriter, check_url
+from agent_r3.store import EmbeddedServer, Policy, TrajectoryWriter, check_url, connection_url
 from agent_r3.tiny import model_folder
 from agent_r3.tools import check_tools
+from agent_r3.tracking import check_tracking
 
 _RESTARTS = 5  # of all roles together; a run that needs more has a problem that restarting does not mend
 _POLL_S = 0.3
@@ -61,6 +62,12 @@ async def supervise(config: Config, *, resume: bool = False, overwrite: bool = F
 def preflight(config: Config) -> tuple[Config, ModelInfo]:
     """Check model, tokenizer, tasks, images, tools and services. Returns the config with the model's real folder."""
     require_trainable_sampling(config.sampling)
+    check_tracking(config.track)
+    if config.service.port is not None:
+        raise ConfigError(
+            f"service.port={config.service.port}: the roles that `agent-r3 train` starts cannot share a port; leave it "
+            "out, or run the roles as services"
+        )
     evaluation = evaluation_config(config) if config.eval.every else None
     folder = model_folder(config.model.path)
     model = read_model(folder)
@@ -82,7 +89,7 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
     else:
         require_backend(config.sandbox, tasks)
     if config.store.url is not None:
-        check_url(config.store.url)
+        check_url(connection_url(config.store))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})}), model
 
 
@@ -182,9 +189,10 @@ class _Run:
             self._engine_config = config.engine.model_copy(update={"port": port})
             urls = (f"http://{config.engine.host}:{port}",)
             config = config.model_copy(update={"engine": self._engine_config.model_copy(update={"urls": urls})})
-        self._config = config
+        # Workers are only stopped once the trainer wants nothing more of them.
+        self._config = config.model_copy(update={"service": config.service.model_copy(update={"grace_s": 0.0})})
         self._resolved = self._folder / "resolved.yaml"
-        self._resolved.write_text(dump_config(config))
+        self._resolved.write_text(dump_config(self._config))
 
     def _trainer_role(self) -> Role:
         ranks = self._config.train.ranks
@@ -252,7 +260,7 @@ class _Run:
         """A new server with the weights of the store's policy; episodes in flight are retried by their workers."""
         self._count(problem)
         await self._stop_engine()
-        async with TrajectoryWriter.connect(str(self._config.store.url), self._config.run.name) as store:
+        async with TrajectoryWriter.connect(connection_url(self._config.store), self._config.run.name) as store:
             try:
                 policy = await store.policy()
             except ContractError:  # the trainer has not published one yet

@@ -9,69 +9,76 @@ import contextlib
 import hmac
 import os
 import resource
+import signal
 import socket
 import stat
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import structlog
 from aiohttp import WSCloseCode, web
+from structlog.contextvars import bind_contextvars
 from structlog.typing import WrappedLogger
 
 from agent_r3.config import Config
 from agent_r3.envs.backend import Backend, open_backend
+from agent_r3.envs.broker_audit import AuditFile, Reason, audit_logger
 from agent_r3.envs.broker_leases import Leases
+from agent_r3.envs.broker_quotas import Quotas, Usage
 from agent_r3.envs.broker_wire import HEARTBEAT_S, LARGEST_BODY, LEASE_HEADER, Address, OfTasks, frame, unframe
 from agent_r3.envs.datasets import join_tasks, load_tasks
 from agent_r3.errors import BrokerError, ConfigError, UserError
 from agent_r3.process import until_signalled
+from agent_r3.telemetry import Health, Telemetry, serve_telemetry, watched_loop
 from agent_r3.types import Task
 
 _KEEPALIVE_S = 300.0  # above the client's own, so that it never sends on a connection that is being closed here
 _SHUTDOWN_S = 5.0
-_SHOWN = 200  # characters of a refused request's path in the audit log
+
+# Why a request that is answered with this HTTP status is refused.
+_REASONS = {
+    401: Reason.TOKEN,
+    400: Reason.MALFORMED,
+    413: Reason.TOO_LARGE,
+    404: Reason.OPERATION,
+    405: Reason.OPERATION,
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@contextmanager
-def open_audit_log(path: Path | None) -> Iterator[WrappedLogger]:
-    """One JSON line an event, appended to `path`, or on stdout. Raises UserError."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = sys.stdout if path is None else stack.enter_context(path.open("a", buffering=1))
-        except OSError as exc:
-            raise UserError(f"--audit-log {path} cannot be written: {exc.strerror}") from exc
-        yield structlog.wrap_logger(
-            structlog.WriteLogger(file),
-            processors=[structlog.processors.TimeStamper(fmt="iso", utc=True), structlog.processors.JSONRenderer()],
-        )
-
-
 async def run_broker(
-    config: Config, address: Address, token: str | None, *, max_sandboxes: int, audit: WrappedLogger
+    config: Config, address: Address, token: str | None, *, quotas: Quotas, audit_file: AuditFile
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then close everything. Raises UserError at start."""
+    """Serve until SIGTERM or SIGINT, then close everything; SIGHUP opens the audit log again. UserError at start."""
+    audit = audit_logger(audit_file)
     tasks = load_tasks(config.tasks)
     if config.eval.tasks is not None:
         tasks = join_tasks(tasks, load_tasks(config.eval.tasks))
     sandbox = config.sandbox.model_copy(update={"broker": None})
+    bind_contextvars(run=config.run.name, role="broker")
+    telemetry, health = Telemetry("broker", config.run.name), Health()
+    health.checks.append(lambda: audit_file.problem)
     listener = listen(address, token)
     _allow_open_files()
 
     async def serve() -> None:
         async with (
             open_backend(sandbox, config.grading, run=config.run.name, owner="broker") as backend,
-            serving(backend, tasks, listener, token, max_sandboxes=max_sandboxes, audit=audit),
+            serving(backend, tasks, listener, token, quotas=quotas, audit=audit, problem=health) as leases,
+            watched_loop() as moves,
         ):
+            leases.show(telemetry)
+            health.checks.append(moves)
+            health.starting = None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, audit_file.reopen)
             audit.info("listening", address=_bound(address, listener), tasks=len(tasks))
             await asyncio.Event().wait()
 
     try:
-        await until_signalled(serve())
+        with serve_telemetry(config.service, telemetry, health):
+            await until_signalled(serve())
     finally:
         listener.close()
         if address.path:
@@ -86,13 +93,18 @@ async def serving(
     listener: socket.socket,
     token: str | None,
     *,
-    max_sandboxes: int,
+    quotas: Quotas,
     audit: WrappedLogger,
     heartbeat_s: float = HEARTBEAT_S,
-) -> AsyncIterator[None]:
-    """The broker's server on a listening socket, in this event loop. Ends every lease when it is left."""
-    leases = Leases(backend, tasks, max_sandboxes=max_sandboxes, audit=audit)
-    server = _Server(leases, token, audit, heartbeat_s)
+    usage: Usage | None = None,
+    problem: Callable[[], str | None] = lambda: None,
+) -> AsyncIterator[Leases]:
+    """The broker's server on a listening socket, in this event loop. Ends every lease when it is left.
+
+    `problem` says why it should not be called healthy, though it serves. `usage`: see `Leases`.
+    """
+    leases = Leases(backend, tasks, quotas=quotas, audit=audit, usage=usage)
+    server = _Server(leases, token, heartbeat_s, problem)
     runner = web.AppRunner(
         server.app,
         handler_cancellation=True,
@@ -103,7 +115,7 @@ async def serving(
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=1024).start()
-        yield
+        yield leases
     finally:
         await leases.close()
         await runner.cleanup()
@@ -170,13 +182,15 @@ def _bound(address: Address, listener: socket.socket) -> str:
 class _Server:
     """HTTP around `Leases`: who may ask, which operation is meant, how long a lease lives."""
 
-    def __init__(self, leases: Leases, token: str | None, audit: WrappedLogger, heartbeat_s: float) -> None:
+    def __init__(
+        self, leases: Leases, token: str | None, heartbeat_s: float, problem: Callable[[], str | None]
+    ) -> None:
         self._leases = leases
         self._token = token
-        self._audit = audit
         self._heartbeat_s = heartbeat_s
+        self._problem = problem
         self._sockets: set[web.WebSocketResponse] = set()
-        self.app = web.Application(middlewares=[self._authorize], client_max_size=LARGEST_BODY)
+        self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         self.app.on_shutdown.append(self._close_sockets)
         self.app.add_routes(
             [
@@ -188,16 +202,29 @@ class _Server:
         )
 
     @web.middleware
-    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Ask for the token, and record every request that is refused before it becomes an operation."""
+        try:
+            self._authorize(request)
+            return await handler(request)
+        except web.HTTPClientError as exc:
+            self._leases.refuse(
+                _REASONS.get(exc.status, Reason.MALFORMED),
+                client=self._leases.client_of(request.headers.get(LEASE_HEADER, "")) or request.query.get("client"),
+                path=request.path,
+                peer=str(request.remote),
+            )
+            raise
+
+    def _authorize(self, request: web.Request) -> None:
         if self._token is not None and request.path != "/healthz":
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                self._audit.info("refused", path=request.path[:_SHOWN], peer=str(request.remote))
                 raise web.HTTPUnauthorized(text="the broker's token is missing or wrong\n")
-        return await handler(request)
 
     async def _alive(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        problem = self._problem()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
 
     async def _health(self, request: web.Request) -> web.Response:
         header, _ = await _read(request)

@@ -1,9 +1,10 @@
 """The client of `agent-r3 broker`: the sandbox protocol and grading, over a unix socket or HTTP."""
 
 import asyncio
-from collections.abc import Iterable
+import random
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 import structlog
@@ -30,13 +31,16 @@ from agent_r3.envs.broker_wire import (
     unknown_task,
 )
 from agent_r3.envs.sandbox import ExecResult, Grading, Sandbox, SandboxProvider
-from agent_r3.errors import BrokerError, ContractError, DataError, UserError
+from agent_r3.errors import BrokerError, ContractError, DataError, QuotaError, UserError
 from agent_r3.types import Grade, Task
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 _CHECK_S = 10.0
 _PATIENCE_S = 30.0  # a broker that is being started again answers by then
+_LONGEST_WAIT_S = 60.0
 _MEND = "start one with `agent-r3 broker CONFIG`, or leave sandbox.broker out to use this machine's own Docker"
 
 
@@ -108,7 +112,10 @@ class BrokerClient(SandboxProvider, Grading):
         await lease.call("prefetch", OfTasks(tasks=tuple(task.id for task in tasks)))
 
     async def acquire(self, task: Task) -> Sandbox:
-        """See the protocol. Raises DataError, SandboxError."""
+        """See the protocol. Waits while this client has used up its starts. Raises DataError, SandboxError."""
+        return await _waiting_for_quota(lambda: self._acquire_shielded(task), f"a sandbox for {task.id}")
+
+    async def _acquire_shielded(self, task: Task) -> Sandbox:
         opening = asyncio.create_task(self._acquire(task))
         try:
             return await asyncio.shield(opening)
@@ -126,7 +133,7 @@ class BrokerClient(SandboxProvider, Grading):
         raise ContractError(f"task {task.id}: a broker gives no sandbox for grading; ask it for the grade")
 
     async def grade(self, task: Task, patch: bytes) -> Grade:
-        """See the protocol. A grading that was lost with its broker is asked for again."""
+        """See the protocol. A grading that was lost with its broker is asked for again; a quota is waited for."""
         for _ in range(self._grade_retries):
             try:
                 return await self._grade(task, patch)
@@ -135,8 +142,11 @@ class BrokerClient(SandboxProvider, Grading):
         return await self._grade(task, patch)
 
     async def _grade(self, task: Task, patch: bytes) -> Grade:
-        lease = await self._leased()
-        return grade_from(*await lease.call("grade", OfTask(task=task.id), patch))
+        async def ask() -> Grade:
+            lease = await self._leased()
+            return grade_from(*await lease.call("grade", OfTask(task=task.id), patch))
+
+        return await _waiting_for_quota(ask, f"a grading of {task.id}")
 
     async def close(self) -> None:
         """Give the lease back; the broker closes all that it held before it lets go. Idempotent."""
@@ -228,6 +238,20 @@ class _RemoteSandbox(Sandbox):
             await self._lease.call("close", OfSandbox(sandbox=self.id))
         except BrokerError as exc:
             log.warning("the broker closes a sandbox with its lease", sandbox=self.id, error=str(exc))
+
+
+async def _waiting_for_quota(ask: Callable[[], Awaitable[T]], what: str) -> T:
+    """What `ask` gives, asked again for as long as the broker says that this client has its share."""
+    told = False
+    while True:
+        try:
+            return await ask()
+        except QuotaError as exc:
+            if not told:
+                log.warning("waiting for the broker's quota", waiting_for=what, reason=str(exc))
+                told = True
+            # Spread, so that those who wait together do not ask together; never longer than a quota's minute.
+            await asyncio.sleep(min(exc.retry_after_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.2))
 
 
 def _may_pass(exc: BaseException) -> bool:

@@ -6,15 +6,18 @@ A lease stands for one client process. Its sandboxes, its plan of coming tasks a
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import structlog
 from structlog.typing import WrappedLogger
 
 from agent_r3.envs.backend import Backend
+from agent_r3.envs.broker_audit import Reason, Refused
+from agent_r3.envs.broker_quotas import Quotas, Usage
 from agent_r3.envs.broker_wire import (
     CROSSING,
     FAILED,
@@ -34,11 +37,13 @@ from agent_r3.envs.broker_wire import (
 )
 from agent_r3.envs.sandbox import Sandbox
 from agent_r3.errors import BrokerError, DataError, SandboxError
-from agent_r3.types import Task
+from agent_r3.telemetry import Telemetry
+from agent_r3.types import Outcome, Task
 
 log = structlog.get_logger(__name__)
 
 _NAME = 200  # characters of what a client calls itself or its things in the audit log
+_REMEMBERED = 1024  # ended leases whose client is known when it asks under one again
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +73,26 @@ class _Operation(NamedTuple):
 class Leases:
     """The allow-listed operations over a backend. `audit` takes one event an operation, without contents."""
 
-    def __init__(self, backend: Backend, tasks: Iterable[Task], *, max_sandboxes: int, audit: WrappedLogger) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tasks: Iterable[Task],
+        *,
+        quotas: Quotas,
+        audit: WrappedLogger,
+        usage: Usage | None = None,
+    ) -> None:
+        """`usage`: of the quotas, where it is not counted by this machine's clock."""
         self._backend = backend
         self._tasks = {task.id: task for task in tasks}
-        self._max_sandboxes = max_sandboxes
+        self._quotas = quotas
+        self._usage = usage or Usage(quotas)
         self._audit = audit
+        self.refusals: Counter[Reason] = Counter()
+        self.starts = 0
+        self.grades: Counter[str] = Counter()  # by outcome
         self._leases: dict[str, Lease] = {}
+        self._ended: dict[str, str] = {}  # clients of the last leases that have ended, oldest first
         self._closed = False
         self._operations = {
             "prefetch": _Operation(OfTasks, self._prefetch),
@@ -99,8 +118,24 @@ class Leases:
             "unknown": [task_id for task_id in asked.tasks if task_id not in self._tasks],
         }
 
+    def show(self, telemetry: Telemetry) -> None:
+        """Let the broker's metrics be read here."""
+
+        def sandboxes() -> int:
+            return sum(len(lease.sandboxes) for lease in list(self._leases.values()))
+
+        outcomes, reasons = get_args(Outcome), list(Reason)
+        telemetry.read("agent_r3_broker_clients", lambda: {(): len(self._leases)})
+        telemetry.read("agent_r3_sandboxes", lambda: {(): sandboxes()})
+        telemetry.read("agent_r3_sandbox_starts_total", lambda: {(): self.starts})
+        telemetry.read("agent_r3_grades_total", lambda: {(outcome,): self.grades[outcome] for outcome in outcomes})
+        telemetry.read(
+            "agent_r3_broker_refusals_total", lambda: {(reason.value,): self.refusals[reason] for reason in reasons}
+        )
+
     def open(self, client: str) -> Lease:
         if self._closed:
+            self.refuse(Reason.CLOSING, client=client)
             raise BrokerError("the broker is closing")
         lease = Lease(client[:_NAME])
         self._leases[lease.id] = lease
@@ -113,6 +148,9 @@ class Leases:
             return
         lease.ended = True
         del self._leases[lease.id]
+        self._ended[lease.id] = lease.client
+        if len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
         self._audit.info("lease ended", client=lease.client, sandboxes=len(lease.sandboxes), running=len(lease.work))
         await _to_its_end(self._end(lease))
 
@@ -141,9 +179,10 @@ class Leases:
         """
         lease = self._leases.get(lease_id)
         if lease is None:
+            self.refuse(Reason.LEASE, client=self.client_of(lease_id), operation=name)
             return _failed(BrokerError("this lease has ended, or there never was one"), LEASE_ENDED)
         started = time.monotonic()
-        outcome = "failed"
+        outcome, refused = "failed", None
         try:
             work = asyncio.create_task(self._run(lease, name, header, body))
             lease.work.add(work)
@@ -155,29 +194,51 @@ class Leases:
             if not lease.ended:
                 raise
             answer = _failed(BrokerError("the lease ended while this was running"), LEASE_ENDED)
+        except Refused as exc:
+            outcome, refused = type(exc.error).__name__, exc.reason
+            answer = _failed(exc.error)
         except CROSSING as exc:
             outcome = type(exc).__name__
             answer = _failed(exc)
         finally:
-            self._record(lease, name, header, time.monotonic() - started, outcome)
+            self._record(lease, name, header, time.monotonic() - started, outcome, refused)
         return answer
 
-    def _record(self, lease: Lease, name: str, header: dict[str, Any], seconds: float, outcome: str) -> None:
+    def client_of(self, lease_id: str) -> str | None:
+        """What the client calls itself whose lease this is, or was not long ago."""
+        lease = self._leases.get(lease_id)
+        return lease.client if lease is not None else self._ended.get(lease_id)
+
+    def refuse(self, reason: Reason, *, client: str | None, **named: str | None) -> None:
+        """Record a request that did not come as far as an operation; `client` as it calls itself."""
+        self.refusals[reason] += 1
+        shown = {key: value[:_NAME] for key, value in {"client": client, **named}.items() if value is not None}
+        self._audit.info("refused", refused=reason.value, **shown)
+
+    def _record(
+        self, lease: Lease, name: str, header: dict[str, Any], seconds: float, outcome: str, refused: Reason | None
+    ) -> None:
         sandbox = header.get("sandbox")
         named = {"task": lease.task_ids.get(str(sandbox), header.get("task")), "sandbox": sandbox}
         if name == "close":
             lease.task_ids.pop(str(sandbox), None)
         shown = {key: str(value)[:_NAME] for key, value in named.items() if value is not None}
+        if refused is not None:
+            self.refusals[refused] += 1
+            shown["refused"] = refused.value
         self._audit.info(name, client=lease.client, **shown, seconds=round(seconds, 4), outcome=outcome)
 
     async def _run(self, lease: Lease, name: str, header: dict[str, Any], body: bytes) -> bytes:
         operation = self._operations[name]
-        message = operation.message.read(header)
+        try:
+            message = operation.message.read(header)
+        except ValueError as exc:
+            raise Refused(Reason.MALFORMED, exc) from exc
         return await operation.run(lease, message, body)
 
     def _task(self, task_id: str) -> Task:
         if task_id not in self._tasks:
-            raise DataError(unknown_task(task_id))
+            raise Refused(Reason.TASK, DataError(unknown_task(task_id)))
         return self._tasks[task_id]
 
     async def _prefetch(self, lease: Lease, message: OfTasks, body: bytes) -> bytes:
@@ -196,16 +257,21 @@ class Leases:
 
     async def _acquire(self, lease: Lease, message: OfTask, body: bytes) -> bytes:
         task = self._task(message.task)
-        if len(lease.sandboxes) + lease.acquiring >= self._max_sandboxes:
-            raise BrokerError(
-                f"client {lease.client} has {self._max_sandboxes} sandboxes, as many as this broker gives to one; "
-                "raise its --max-sandboxes, or lower rollout.concurrency"
+        if len(lease.sandboxes) + lease.acquiring >= self._quotas.sandboxes:
+            raise Refused(
+                Reason.SANDBOXES,
+                BrokerError(
+                    f"client {lease.client} has {self._quotas.sandboxes} sandboxes, as many as this broker gives to "
+                    "one; raise its --max-sandboxes, or lower rollout.concurrency"
+                ),
             )
+        self._usage.start(lease.client)
         lease.acquiring += 1
         try:
             sandbox = await self._backend.provider.acquire(task)
         finally:
             lease.acquiring -= 1
+        self.starts += 1
         lease.sandboxes[sandbox.id] = sandbox
         lease.task_ids[sandbox.id] = task.id
         if task in lease.plan:
@@ -214,7 +280,7 @@ class Leases:
 
     def _sandbox(self, lease: Lease, name: str) -> Sandbox:
         if name not in lease.sandboxes:
-            raise SandboxError(f"{name}: this client has no such sandbox, or has closed it")
+            raise Refused(Reason.SANDBOX, SandboxError(f"{name}: this client has no such sandbox, or has closed it"))
         return lease.sandboxes[name]
 
     async def _exec(self, lease: Lease, message: Exec, body: bytes) -> bytes:
@@ -247,7 +313,11 @@ class Leases:
         return frame({})
 
     async def _grade(self, lease: Lease, message: OfTask, body: bytes) -> bytes:
-        return grade_frame(await self._backend.grader.grade(self._task(message.task), body))
+        task = self._task(message.task)
+        with self._usage.grading(lease.client):
+            grade = await self._backend.grader.grade(task, body)
+        self.grades[grade.outcome] += 1
+        return grade_frame(grade)
 
 
 def _failed(exc: Exception, status: int = FAILED) -> Answer:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from agent_r3 import errors
 from agent_r3.envs.sandbox import ExecResult, FileMissingError
-from agent_r3.errors import AgentR3Error, BrokerError, ConfigError
+from agent_r3.errors import AgentR3Error, BrokerError, ConfigError, QuotaError
 from agent_r3.types import Grade
 
 TOKEN_VARIABLE = "AGENT_R3_BROKER_TOKEN"
@@ -194,6 +194,8 @@ def _subtypes(kind: type[AgentR3Error]) -> dict[str, type[AgentR3Error]]:
 def error_header(exc: Exception) -> dict[str, Any]:
     """How an error of `CROSSING` is sent."""
     match exc:
+        case QuotaError():
+            return {"error": QuotaError.__name__, "text": str(exc), "retry_after_s": exc.retry_after_s}
         case AgentR3Error():
             named = next(kind for kind in type(exc).__mro__ if kind.__module__ == errors.__name__)
             return {"error": named.__name__, "text": str(exc)}
@@ -218,4 +220,6 @@ def error_from(header: dict[str, Any]) -> Exception:
             return OSError(int(header["errno"]), text, header.get("path"))
         case "ValueError":
             return ValueError(text)
+        case "QuotaError":
+            return QuotaError(text, float(header["retry_after_s"]))
     return _subtypes(AgentR3Error).get(kind, BrokerError)(text)

@@ -1,16 +1,15 @@
-"""Sandboxes of this machine: Docker or bwrap, whichever the config means."""
+"""Sandboxes of this machine: Docker or bwrap, whichever the config means.
+
+What either needs is imported when it is used: roles behind a broker have no Docker SDK.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
 
 from agent_r3.config import SandboxConfig
-from agent_r3.envs import docker, scratch
+from agent_r3.envs import scratch
 from agent_r3.envs.bwrap import bwrap_problem, require_bwrap
-from agent_r3.envs.bwrap_host import BwrapHost, require_unpacked
-from agent_r3.envs.docker_host import DockerHost
-from agent_r3.envs.images import require_images
 from agent_r3.envs.pool import SandboxPool
-from agent_r3.envs.rootfs import RootfsStore
 from agent_r3.errors import UserError
 from agent_r3.types import Task
 
@@ -20,8 +19,13 @@ def open_pool(config: SandboxConfig, *, run: str = "none", owner: str = "worker"
 
     `run` and `owner` label what is started, so that it can be told apart and reaped.
     """
-    host = BwrapHost if local_kind(config) == "bwrap" else DockerHost
-    return SandboxPool(host(config, run, owner), config)
+    if local_kind(config) == "bwrap":
+        from agent_r3.envs.bwrap_host import BwrapHost
+
+        return SandboxPool(BwrapHost(config, run, owner), config)
+    from agent_r3.envs.docker_host import DockerHost
+
+    return SandboxPool(DockerHost(config, run, owner), config)
 
 
 def local_kind(config: SandboxConfig) -> Literal["docker", "bwrap"]:
@@ -31,6 +35,8 @@ def local_kind(config: SandboxConfig) -> Literal["docker", "bwrap"]:
     """
     if config.kind != "auto":
         return config.kind
+    from agent_r3.envs import docker
+
     no_docker = docker.docker_problem()
     if no_docker is None:
         return "docker"
@@ -43,13 +49,19 @@ def local_kind(config: SandboxConfig) -> Literal["docker", "bwrap"]:
 def require_backend(config: SandboxConfig, tasks: Sequence[Task]) -> None:
     """Raises UserError where this machine's backend cannot be used or has not what must be here for `tasks`."""
     if local_kind(config) == "bwrap":
+        from agent_r3.envs.bwrap_host import require_unpacked
+        from agent_r3.envs.rootfs import RootfsStore
+
         require_bwrap()
         store = RootfsStore(config.rootfs)
         for task in tasks:
             require_unpacked(store, task)
-    else:
-        docker.require_docker()
-        require_images(tasks)
+        return
+    from agent_r3.envs import docker
+    from agent_r3.envs.images import require_images
+
+    docker.require_docker()
+    require_images(tasks)
 
 
 def reap(config: SandboxConfig, run: str | None) -> int:
@@ -58,8 +70,11 @@ def reap(config: SandboxConfig, run: str | None) -> int:
     What cannot be removed is logged.
     """
     removed = 0
-    if config.kind == "docker" or (config.kind == "auto" and docker.docker_problem() is None):
-        removed += docker.reap(run)
+    if config.kind != "bwrap":
+        from agent_r3.envs import docker
+
+        if config.kind == "docker" or docker.docker_problem() is None:
+            removed += docker.reap(run)
     if config.kind != "docker":
         removed += scratch.reap(run)
     return removed

@@ -22,6 +22,7 @@ from agent_r3.eval.records import EpisodeFacts, Failure, Prediction
 from agent_r3.eval.verdicts import BAD_DATA
 from agent_r3.rollout.episode import Episode, run_episode
 from agent_r3.rollout.seeds import sampling_seed
+from agent_r3.tracing import span
 from agent_r3.types import Task
 
 log = structlog.get_logger(__name__)
@@ -78,7 +79,8 @@ class EpisodeRunner:
         """One episode, tried again after infrastructure failures; None when it is left out."""
         for attempt in range(1, self._config.rollout.retries + 2):
             try:
-                return await self._attempt(work, attempt)
+                with span("episode", episode=episode_id(work.key), task=work.task.id, attempt=attempt):
+                    return await self._attempt(work, attempt)
             except DataError as exc:
                 kind, problem = BAD_DATA, str(exc)
                 break

@@ -15,7 +15,6 @@ from agent_r3.config import Config
 from agent_r3.envs.backend import Backend, open_backend
 from agent_r3.envs.broker_client import check_broker
 from agent_r3.envs.grading import require_gradable
-from agent_r3.envs.local import reap, require_backend
 from agent_r3.envs.sandbox import Grading
 from agent_r3.errors import DataError
 from agent_r3.eval.folder import EvaluationFolder
@@ -85,6 +84,8 @@ def require_grading(config: Config, tasks: Sequence[Task]) -> None:
     if config.sandbox.broker is not None:
         check_broker(config.sandbox, tasks)
     else:
+        from agent_r3.envs.local import require_backend  # behind a broker there is no Docker SDK
+
         require_backend(config.sandbox, tasks)
 
 
@@ -93,6 +94,8 @@ async def open_grading(config: Config, *, at_once: int) -> AsyncIterator[Backend
     """Sandboxes and grades; each patch is graded on its own. Left-over sandboxes of this run are removed first."""
     grading = config.grading.model_copy(update={"concurrency": at_once, "reuse": False})
     if config.sandbox.broker is None:
+        from agent_r3.envs.local import reap
+
         await asyncio.to_thread(reap, config.sandbox, config.run.name)
     async with open_backend(config.sandbox, grading, run=config.run.name, owner="eval") as backend:
         yield backend

@@ -5,14 +5,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from agent_r3.archive import TurnText, turn_text
 from agent_r3.config import AgentConfig, Config, EngineConfig
 from agent_r3.errors import EngineError, UserError
-from agent_r3.eval.endpoint import Endpoint, open_endpoint
 from agent_r3.hfconfig import ModelInfo, read_model
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.conversation import Agent, Conversation, Reply, Speaker, first_prompt
@@ -20,6 +19,9 @@ from agent_r3.rollout.launcher import EngineServer, check_port
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.tools.toolbox import Toolbox
 from agent_r3.types import Observation, Task, ToolCall, Turn
+
+if TYPE_CHECKING:
+    from agent_r3.eval.endpoint import Endpoint
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +73,8 @@ def require_model(config: Config, tasks: Sequence[Task], log_file: Path) -> Mode
 async def open_model(config: Config, model: ModelInfo | None, log_file: Path) -> AsyncIterator[Model]:
     """The config's model, answering. `model` is what `require_model` gave. Raises UserError, EngineError."""
     if model is None:
+        from agent_r3.eval.endpoint import open_endpoint  # needs openai, which a policy of our own does not
+
         async with open_endpoint(config) as endpoint:
             await endpoint.check()
             yield _Served(endpoint, config.model.path)
@@ -184,7 +188,7 @@ class _ToldConversation:
 class _Served:
     """Whatever an OpenAI-compatible endpoint serves."""
 
-    endpoint: Endpoint
+    endpoint: "Endpoint"
     name: str
     cache_known: bool = False  # few endpoints say what they had cached, and none what they had not to cache
 

@@ -24,6 +24,7 @@ from agent_r3.eval.verdicts import Verdicts, mend_last
 from agent_r3.hfconfig import ModelInfo
 from agent_r3.process import until_signalled
 from agent_r3.tools.toolbox import check_tools
+from agent_r3.tracing import tracing
 from agent_r3.types import Task
 
 
@@ -86,7 +87,10 @@ async def _run(config: Config, folder: EvaluationFolder, checked: Checked) -> No
     mend_last(folder)
     if not work and not ungraded:
         return
-    with EvaluationProgress(folder, len(checked.keys)) as progress:
+    with (
+        tracing(config.track, "eval", run=config.run.name),
+        EvaluationProgress(folder, len(checked.keys)) as progress,
+    ):
         progress.say(
             f"{_state(folder, checked.keys)}; {len(work)} to run, {len(ungraded)} more to grade: {folder.path}"
         )

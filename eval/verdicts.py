@@ -11,6 +11,7 @@ from agent_r3.eval.folder import EvaluationFolder, episode_id
 from agent_r3.eval.grading import grade_prediction
 from agent_r3.eval.progress import EvaluationProgress
 from agent_r3.eval.records import Failure, Graded, Prediction
+from agent_r3.tracing import span
 from agent_r3.types import Task
 
 BAD_DATA = "data"  # kind of a failure that the task itself causes, such as an image that nobody has
@@ -33,7 +34,8 @@ class Verdicts:
 
     async def _grade(self, task: Task, prediction: Prediction) -> None:
         try:
-            graded = await grade_prediction(self._folder, task, prediction, self._grader)
+            with span("grade", task=task.id):
+                graded = await grade_prediction(self._folder, task, prediction, self._grader)
         except DataError as exc:
             graded = Failure(*prediction.key, "grading", BAD_DATA, str(exc), 1, time.time())
             self._folder.add_failure(graded)

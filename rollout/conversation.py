@@ -17,6 +17,7 @@ from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.routing import rows_from
 from agent_r3.tools.parsers import CallProblem
 from agent_r3.tools.toolbox import Toolbox
+from agent_r3.tracing import annotate
 from agent_r3.types import Int32Array, Observation, Task, ToolCall, Turn
 
 Calls = Sequence[ToolCall] | CallProblem
@@ -96,6 +97,12 @@ class TokenConversation:
         seed = None if self._agent.seed is None else self._agent.seed + self._index
         self._generation = await self._agent.engine.generate(
             sequence, max_new_tokens=room, rows_from=rows_from(len(self._tokens)), seed=seed
+        )
+        annotate(
+            policy_version=self._generation.policy_version,
+            prompt_tokens=len(sequence),
+            cached_tokens=self._generation.cached_tokens,
+            sampled_tokens=len(self._generation.output_ids),
         )
         self._text = self._agent.renderer.decode(self._generation.output_ids)
         return Reply(self._text, self._generation.finished)

@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 from agent_r3.config import AgentConfig
 from agent_r3.envs.sandbox import Sandbox
 from agent_r3.errors import EngineError
-from agent_r3.rollout.conversation import Conversation, Reply, Speaker
+from agent_r3.rollout.conversation import Calls, Conversation, Reply, Speaker
 from agent_r3.tools.parsers import CallProblem
-from agent_r3.tools.toolbox import Toolbox
+from agent_r3.tools.toolbox import REGISTRY, Toolbox
+from agent_r3.tracing import annotate, span
 from agent_r3.types import Ending, Observation, Task
 
 T = TypeVar("T")
@@ -47,37 +48,57 @@ async def run_episode(
     bad_calls = 0
     ending: Ending | None = None
     while ending is None:
-        began = time.monotonic()
-        try:
-            reply = await _before(deadline, conversation)
-        except TimeoutError:
-            if not turns:
-                raise EngineError(f"no first turn within agent.timeout_s={config.timeout_s:g}") from None
-            ending = Ending.TIMEOUT
-            break
-        if reply is None:
-            ending = Ending.MAX_TOKENS
-            break
-        generated = time.monotonic()
-        after_first()
-        # A turn cut by the token limit is never acted on: its call may be half of what the agent meant.
-        calls = [] if not reply.finished else toolbox.parse(reply.text) if reply.calls is None else reply.calls
-        observations = await toolbox.run(calls, sandbox) if reply.finished else ()
-        seconds = {"generate": generated - began, "tools": time.monotonic() - generated}
-        turn = conversation.turn(() if isinstance(calls, CallProblem) else calls, observations, seconds)
-        await sink(turn)
-        turns.append(turn)
-        bad_calls += bool(observations) and observations[0].is_error
-        ending = _ending(config, observations, len(turns), bad_calls, deadline)
-        if ending is None:
-            conversation.observe(observations)
-    return Episode(tuple(turns), ending, await sandbox.diff())
+        with span("turn", turn=len(turns)):
+            began = time.monotonic()
+            try:
+                reply = await _before(deadline, conversation)
+            except TimeoutError:
+                if not turns:
+                    raise EngineError(f"no first turn within agent.timeout_s={config.timeout_s:g}") from None
+                ending = Ending.TIMEOUT
+                break
+            if reply is None:
+                ending = Ending.MAX_TOKENS
+                break
+            generated = time.monotonic()
+            after_first()
+            # A turn cut by the token limit is never acted on: its call may be half of what the agent meant.
+            calls = [] if not reply.finished else toolbox.parse(reply.text) if reply.calls is None else reply.calls
+            observations = await _run(toolbox, calls, sandbox) if reply.finished else ()
+            seconds = {"generate": generated - began, "tools": time.monotonic() - generated}
+            turn = conversation.turn(() if isinstance(calls, CallProblem) else calls, observations, seconds)
+            appending = time.monotonic()
+            with span("append"):
+                await sink(turn)
+            deadline += time.monotonic() - appending  # a store that is away does not cost the agent its time
+            turns.append(turn)
+            bad_calls += bool(observations) and observations[0].is_error
+            ending = _ending(config, observations, len(turns), bad_calls, deadline)
+            if ending is None:
+                conversation.observe(observations)
+    with span("diff"):
+        patch = await sandbox.diff()
+    return Episode(tuple(turns), ending, patch)
 
 
 async def _before(deadline: float, conversation: Conversation[T]) -> Reply | None:
     """The next reply. Raises TimeoutError when the episode's time is up before it is there."""
-    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-        return await conversation.reply()
+    with span("generate"):
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            return await conversation.reply()
+
+
+async def _run(toolbox: Toolbox, calls: Calls, sandbox: Sandbox) -> tuple[Observation, ...]:
+    with span("tool", tool=_tool(calls)):
+        observations = await toolbox.run(calls, sandbox)
+        annotate(error=observations[0].is_error)
+        return observations
+
+
+def _tool(calls: Calls) -> str:
+    """The tool that is run, for the trace; what a model writes there may be anything."""
+    name = calls[0].name if not isinstance(calls, CallProblem) and calls else ""
+    return name if name in REGISTRY else "none"
 
 
 def _ending(

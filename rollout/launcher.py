@@ -70,6 +70,8 @@ def server_command(engine: EngineConfig, model: ModelInfo, *, port: int, weight_
         options["--max-total-tokens"] = str(engine.max_total_tokens)
     if engine.routed_experts:
         switches.append("--enable-return-routed-experts")
+    if engine.metrics:
+        switches.append("--enable-metrics")
     if options["--device"] == "cpu":
         options |= {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
     for argument in engine.extra_args:

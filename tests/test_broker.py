@@ -15,6 +15,7 @@ from structlog.testing import CapturingLogger
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.backend import Backend
 from agent_r3.envs.broker_client import BrokerClient, check_broker
+from agent_r3.envs.broker_quotas import Quotas
 from agent_r3.envs.broker_wire import (
     LARGEST_BODY,
     LEASE_HEADER,
@@ -79,7 +80,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> SandboxConfig:
 @pytest.fixture
 async def served(config: SandboxConfig) -> AsyncIterator[Served]:
     provider, grader = MemoryProvider(), MemoryGrader()
-    async with broker_at(config, Backend(provider, grader), TASKS, max_sandboxes=3) as audit:
+    async with broker_at(config, Backend(provider, grader), TASKS, quotas=Quotas(sandboxes=3)) as audit:
         yield Served(config, provider, grader, audit)
 
 

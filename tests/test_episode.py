@@ -102,6 +102,17 @@ def test_time_runs_out_during_a_turn_and_that_turn_is_left_out(renderer: ChatRen
     assert time.monotonic() - began < 10
 
 
+def test_the_time_in_which_the_store_is_away_is_not_the_agents(renderer: ChatRenderer) -> None:
+    async def sink(turn: Turn) -> None:
+        if turn.index == 0:
+            await asyncio.sleep(2.2)
+
+    config = AgentConfig.model_validate({"system_prompt": "s", "timeout_s": 2.0})
+    agent = Agent(ScriptedEngine(renderer, [BASH, FINISH], shape=SHAPE), renderer, config)
+    episode = asyncio.run(run_episode(agent, TASK, DictSandbox(), sink))
+    assert (episode.ending, len(episode.turns)) == (Ending.FINISH, 2)
+
+
 def test_no_first_turn_in_time_is_the_engines_fault_and_not_the_agents(renderer: ChatRenderer) -> None:
     class Hung(ScriptedEngine):
         async def generate(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]

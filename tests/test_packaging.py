@@ -60,7 +60,8 @@ def test_a_bare_import_of_a_folder_is_refused(folder: str) -> None:
     assert "TID251" in checked.stdout
 
 
-def test_a_worker_behind_a_broker_needs_no_docker_package() -> None:
-    code = "import sys; sys.modules['docker'] = None; import agent_r3.rollout.service"
+@pytest.mark.parametrize("module", ["rollout.service", "rollout.engine_service", "eval.run", "tiny"])
+def test_roles_behind_a_broker_need_no_docker_package_and_no_endpoints_client(module: str) -> None:
+    code = f"import sys; sys.modules['docker'] = sys.modules['openai'] = None; import agent_r3.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

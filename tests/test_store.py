@@ -15,13 +15,13 @@ from agent_r3.store import GroupReader, Policy, TrajectoryWriter
 from agent_r3.store.records import decode_record, encode_record
 from agent_r3.trajectory import TurnRecord
 from agent_r3.types import Ending, Routing, TrajectoryGroup, Turn
-from tests.support.store import make_turn, make_turns
+from tests.support.store import hold_group, make_turn, make_turns
 
 COUNTERS: Mapping[str, int] = {"prompt_tokens": 90, "cached_tokens": 60, "reprefilled_tokens": 0}
 
 
 async def put(store: TrajectoryWriter, name: str, turns: list[Turn], group: str = "g0", reward: float = 1.0) -> None:
-    await store.open_trajectory(name, group, "task")
+    await store.open_trajectory(name, int(group[1:]), group, "task")
     for turn in turns:
         await store.append_turn(name, turn)
     await store.finish_trajectory(name, reward, Ending.FINISH, COUNTERS)
@@ -54,6 +54,7 @@ def start_run(url: str, demand: int) -> None:
 async def test_a_trajectory_comes_back_as_its_turns_joined(store_url: str) -> None:
     turns = make_turns(np.random.default_rng(0), 5, version=3)
     async with TrajectoryWriter.connect(store_url, "run") as store:
+        await hold_group(store_url, store)
         await put(store, "t", turns, reward=0.5)
     with GroupReader.connect(store_url, "run") as reader:
         trajectory = reader.load("t")
@@ -73,8 +74,9 @@ async def test_a_trajectory_comes_back_as_its_turns_joined(store_url: str) -> No
 async def test_appending_the_same_turn_again_changes_nothing(store_url: str) -> None:
     turns = make_turns(np.random.default_rng(0), 3)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        await store.open_trajectory("t", "g", "task")
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(store_url, store)
+        await store.open_trajectory("t", 0, "g", "task")
+        await store.open_trajectory("t", 0, "g", "task")
         for turn in (turns[0], turns[0], turns[1], turns[0], turns[1], turns[2], turns[2]):
             await store.append_turn("t", turn)
         for _ in range(2):
@@ -87,7 +89,8 @@ async def test_appending_the_same_turn_again_changes_nothing(store_url: str) -> 
 async def test_another_turn_in_a_taken_place_is_refused(store_url: str) -> None:
     rng = np.random.default_rng(0)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(store_url, store)
+        await store.open_trajectory("t", 0, "g", "task")
         await store.append_turn("t", make_turn(rng, 0, 0))
         with pytest.raises(ContractError, match=r"turn 0 at tokens 0\.\.6: another turn is already stored"):
             await store.append_turn("t", make_turn(rng, 0, 0))
@@ -97,7 +100,8 @@ async def test_another_turn_in_a_taken_place_is_refused(store_url: str) -> None:
 async def test_a_turn_that_leaves_a_gap_or_overlaps_is_refused(store_url: str, index: int, start: int) -> None:
     rng = np.random.default_rng(0)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(store_url, store)
+        await store.open_trajectory("t", 0, "g", "task")
         await store.append_turn("t", make_turn(rng, 0, 0))
         with pytest.raises(ContractError, match=r"does not continue what is stored \(1 turns, 7 tokens are stored\)"):
             await store.append_turn("t", make_turn(rng, index, start))
@@ -116,7 +120,8 @@ async def test_a_turn_that_leaves_a_gap_or_overlaps_is_refused(store_url: str, i
 async def test_arrays_that_do_not_fit_together_never_reach_the_store(store_url: str, change: dict[str, object]) -> None:
     turn = make_turn(np.random.default_rng(0), 0, 0)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(store_url, store)
+        await store.open_trajectory("t", 0, "g", "task")
         with pytest.raises(ContractError, match="turn 0"):
             await store.append_turn("t", replace(turn, **change))  # type: ignore[arg-type]
         await store.append_turn("t", turn)
@@ -153,7 +158,8 @@ async def test_the_reader_refuses_absent_unfinished_and_tampered_trajectories(st
     rng = np.random.default_rng(0)
     first, second = make_turn(rng, 0, 0), make_turn(rng, 1, 7)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        await store.open_trajectory("open", "g", "task")
+        await hold_group(store_url, store)
+        await store.open_trajectory("open", 0, "g", "task")
         await store.append_turn("open", first)
         for name in ("lost", "gap"):
             await put(store, name, [first, second])
@@ -178,11 +184,12 @@ async def test_calls_on_what_is_not_held_are_refused(store_url: str) -> None:
         TrajectoryWriter.connect(store_url, "run") as store,
         TrajectoryWriter.connect(store_url, "run") as other,
     ):
+        await hold_group(store_url, store)
         with pytest.raises(ContractError, match="t is not open"):
             await store.append_turn("t", turn)
         with pytest.raises(ContractError, match="t is not open"):
             await store.finish_trajectory("t", 1.0, Ending.FINISH, COUNTERS)
-        await store.open_trajectory("t", "g", "task")
+        await store.open_trajectory("t", 0, "g", "task")
         with pytest.raises(ContractError, match="t has no turn"):
             await store.finish_trajectory("t", 1.0, Ending.FINISH, COUNTERS)
         with pytest.raises(ContractError, match="held by another process"):
@@ -190,7 +197,7 @@ async def test_calls_on_what_is_not_held_are_refused(store_url: str) -> None:
         await other.drop_trajectory("t")
         await store.append_turn("t", turn)
         with pytest.raises(ContractError, match="already open for group g, task task with 7 tokens"):
-            await store.open_trajectory("t", "g", "task")
+            await store.open_trajectory("t", 0, "g", "task")
         with pytest.raises(ContractError, match="counters must be exactly"):
             await store.finish_trajectory("t", 1.0, Ending.FINISH, {"prompt_tokens": 1})
         await store.finish_trajectory("t", 1.0, Ending.FINISH, COUNTERS)
@@ -220,10 +227,11 @@ async def test_hundreds_of_episodes_append_at_the_same_time(store_url: str) -> N
     turn = make_turn(np.random.default_rng(0), 0, 0)
 
     async def episode(store: TrajectoryWriter, name: str) -> None:
-        await store.open_trajectory(name, "g", "task")
+        await store.open_trajectory(name, 0, "g", "task")
         await store.append_turn(name, turn)
 
     async with TrajectoryWriter.connect(store_url, "run", retry_s=0) as store:
+        await hold_group(store_url, store)
         await asyncio.gather(*(episode(store, f"t{i}") for i in range(300)))
 
 
@@ -235,7 +243,7 @@ async def test_a_restarted_worker_first_gets_its_own_claims_back(store_url: str)
         TrajectoryWriter.connect(store_url, "run") as other,
     ):
         assert [await dead.claim_group("a"), await other.claim_group("b"), await dead.claim_group("a")] == [0, 1, 2]
-        await dead.open_trajectory("g0-0", "g0", "task")
+        await dead.open_trajectory("g0-0", 0, "g0", "task")
         await dead.append_turn("g0-0", turn)
         async with TrajectoryWriter.connect(store_url, "run") as again:
             assert [await again.claim_group("a") for _ in range(4)] == [0, 2, 3, None]
@@ -263,9 +271,9 @@ async def test_a_group_holds_only_its_own_finished_trajectories(store_url: str) 
     start_run(store_url, 2)
     turns = make_turns(np.random.default_rng(0), 2)
     async with TrajectoryWriter.connect(store_url, "run") as store:
-        assert await store.claim_group("w") == 0
+        assert [await store.claim_group("w") for _ in range(2)] == [0, 1]
         await put(store, "elsewhere", turns, group="g1")
-        await store.open_trajectory("half", "g0", "task")
+        await store.open_trajectory("half", 0, "g0", "task")
         await store.append_turn("half", turns[0])
         for name, problem in (("elsewhere", "not one of this group"), ("half", "not finished"), ("no", "not one of")):
             with pytest.raises(ContractError, match=f"trajectory {name} is {problem}"):
@@ -315,7 +323,8 @@ async def test_acknowledged_groups_leave_nothing_behind(store_url: str) -> None:
 async def test_a_reset_drops_claims_groups_and_trajectories_and_goes_on_at_its_index(store_url: str) -> None:
     start_run(store_url, 10)
     async with TrajectoryWriter.connect(store_url, "run") as store, TrajectoryWriter.connect(store_url, "ru") as other:
-        await other.open_trajectory("kept", "g", "task")
+        await hold_group(store_url, other, run="ru")
+        await other.open_trajectory("kept", 0, "g", "task")
         await publish(store, "w")
         stale = await store.claim_group("w")
         with GroupReader.connect(store_url, "run") as reader:

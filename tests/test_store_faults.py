@@ -16,7 +16,7 @@ import pytest
 from agent_r3.errors import StoreError, UserError
 from agent_r3.store import EmbeddedServer, GroupReader, TrajectoryWriter, check_url
 from agent_r3.types import Ending, TrajectoryGroup
-from tests.support.store import LossyProxy, RedisServer, make_turns
+from tests.support.store import LossyProxy, RedisServer, hold_group, make_turns
 
 pytestmark = pytest.mark.redis
 COUNTERS = {"prompt_tokens": 0, "cached_tokens": 0, "reprefilled_tokens": 0}
@@ -27,7 +27,8 @@ async def test_a_server_killed_in_mid_append_is_a_store_error_and_a_later_retry_
     redis_server: RedisServer,
 ) -> None:
     async with TrajectoryWriter.connect(redis_server.url, "run", retry_s=0.3) as store:
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(redis_server.url, store)
+        await store.open_trajectory("t", 0, "g", "task")
         await store.append_turn("t", TURNS[0])
         redis_server.freeze()
         append = asyncio.create_task(store.append_turn("t", TURNS[1]))
@@ -46,7 +47,8 @@ async def test_a_server_killed_in_mid_append_is_a_store_error_and_a_later_retry_
 
 async def test_a_server_that_comes_back_in_time_is_not_noticed(redis_server: RedisServer) -> None:
     async with TrajectoryWriter.connect(redis_server.url, "run", retry_s=10) as store:
-        await store.open_trajectory("t", "g", "task")
+        await hold_group(redis_server.url, store)
+        await store.open_trajectory("t", 0, "g", "task")
         redis_server.kill()
         append = asyncio.create_task(store.append_turn("t", TURNS[0]))
         await asyncio.sleep(0.3)
@@ -64,7 +66,7 @@ async def test_a_lost_answer_makes_no_second_append_claim_or_group(redis_server:
         proxy.swallow = 1
         assert await store.claim_group("w") == 1
         assert await store.claim_group("w") == 2
-        await store.open_trajectory("t", "g0", "task")
+        await store.open_trajectory("t", 0, "g0", "task")
         await store.append_turn("t", TURNS[0])
         for turn in TURNS[1:]:
             proxy.swallow = 1
@@ -192,7 +194,8 @@ def test_the_embedded_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
 async def test_a_persistent_embedded_server_keeps_its_data_over_a_crash(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path, persist=True) as server:
         async with TrajectoryWriter.connect(server.url, "run") as store:
-            await store.open_trajectory("t", "g", "task")
+            await hold_group(server.url, store)
+            await store.open_trajectory("t", 0, "g", "task")
             await store.append_turn("t", TURNS[0])
             os.kill(server.pid, signal.SIGKILL)
             server.stop()

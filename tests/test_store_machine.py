@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from agent_r3.errors import ContractError
 from agent_r3.store import GroupReader, TrajectoryWriter
 from agent_r3.types import Ending, Turn
-from tests.support.store import make_turn
+from tests.support.store import hold_group, make_turn
 
 NAMES = st.sampled_from(["a", "b"])
 SIZES = st.integers(1, 4)
@@ -35,6 +35,7 @@ class AppendMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.connection = TrajectoryWriter.connect(self.url, "run")
         self.store = self.run(self.connection.__aenter__())
+        self.run(hold_group(self.url, self.store))
         self.turns: dict[str, list[Turn]] = {}
         self.ended: set[str] = set()
 
@@ -51,9 +52,9 @@ class AppendMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def open(self, name: str) -> None:
         if self.turns.get(name):
-            self.refused(self.store.open_trajectory(name, "g", "task"))
+            self.refused(self.store.open_trajectory(name, 0, "g", "task"))
         else:
-            self.run(self.store.open_trajectory(name, "g", "task"))
+            self.run(self.store.open_trajectory(name, 0, "g", "task"))
             self.turns[name] = []
 
     @rule(name=NAMES, prompt=st.integers(0, 4), sampled=SIZES, repeats=st.integers(1, 3))

@@ -74,6 +74,10 @@ class Checkpoints:
                 log.warning("checkpoint skipped", folder=str(folder), reason=str(exc))
         return None
 
+    def any(self) -> bool:
+        """Whether there is one, whole or damaged."""
+        return bool(self._steps())
+
     def _steps(self) -> list[Path]:
         return sorted(self._folder.glob("step_[0-9]*"), reverse=True)
 

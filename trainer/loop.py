@@ -6,12 +6,14 @@ its own trajectories from the store.
 A group is acknowledged once a checkpoint holds its step. A trainer that is killed goes on at its last checkpoint: the
 groups since then are delivered again, in the same order and under the same versions, so none is lost and none counts
 twice; until it has caught up, the engines keep the newer policy that they serve. With `train.save_every=0` there is no
-checkpoint to come back to, and groups are acknowledged after their step.
+checkpoint to come back to, and groups are acknowledged after their step. One that is killed before its first
+checkpoint goes on at the start in the same way, since the store still has every group.
 
 With `eval.every` the policy is evaluated on a held set between steps (`trainer/evaluation.py`), while no training
 episode runs. The figures stand in the line of the step that starts from that policy.
 """
 
+import os
 import signal
 import time
 from collections import Counter
@@ -24,13 +26,18 @@ from types import FrameType
 from typing import TypeVar
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from agent_r3.config import Config, require_trainable_sampling
 from agent_r3.errors import ContractError, UserError
+from agent_r3.heartbeat import Heartbeat
 from agent_r3.held_set import evaluation_config, is_due
-from agent_r3.metrics import MetricsWriter
+from agent_r3.metrics import MetricsWriter, read_metrics
 from agent_r3.store import Delivery, GroupReader
 from agent_r3.store import Policy as PublishedPolicy
+from agent_r3.telemetry import serve_telemetry
+from agent_r3.tracing import annotate, span, tracing
+from agent_r3.tracking import WandbBoard, check_tracking, public_settings
 from agent_r3.trainer import ranks
 from agent_r3.trainer.batch_loader import BatchLoader, samples_of
 from agent_r3.trainer.checkpoint import Checkpoints, TrainerState
@@ -41,6 +48,7 @@ from agent_r3.trainer.losses import LossSums, load_verl
 from agent_r3.trainer.megatron import Policy
 from agent_r3.trainer.optimize import diagnose, recompute, update
 from agent_r3.trainer.push import WeightPublisher
+from agent_r3.trainer.role import TrainerRole
 from agent_r3.trainer.rollout_metrics import rollout_metrics
 
 log = structlog.get_logger(__name__)
@@ -56,18 +64,27 @@ def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: 
     One process per rank (torchrun), or one alone. Raises UserError for what can be mended before the first step.
     """
     require_trainable_sampling(config.sampling)
+    check_tracking(config.track)
     evaluation = evaluation_config(config) if config.eval.every else None
-    load_verl()  # now, while the engines start, rather than in the first step
-    policy = Policy.from_pretrained(
-        Path(config.model.path),
-        config.train,
-        temperature=config.sampling.temperature,
-        replay=config.train.routing == "r3",
-        seed=config.run.seed,
-    )
+    bind_contextvars(run=config.run.name, role="trainer")
+    role = TrainerRole(config.run.name)
+    rank = int(os.environ.get("RANK", "0"))  # torchrun's; torch.distributed has not begun
     with ExitStack() as stack:
+        stack.enter_context(tracing(config.track, "trainer", run=config.run.name, rank=rank))
+        if rank == 0:
+            stack.enter_context(serve_telemetry(config.service, role.telemetry, role.health))
+            heartbeat = Heartbeat(config.store, config.run.name, "trainer", role.payload)
+            role.health.checks.append(stack.enter_context(heartbeat).problem)
+        load_verl()  # now, while the engines start, rather than in the first step
+        policy = Policy.from_pretrained(
+            Path(config.model.path),
+            config.train,
+            temperature=config.sampling.temperature,
+            replay=config.train.routing == "r3",
+            seed=config.run.seed,
+        )
         store = stack.enter_context(GroupReader.connect(store_url, config.run.name))
-        trainer = Trainer(config, policy, store, engine_urls, resume=resume)
+        trainer = Trainer(config, policy, store, engine_urls, role, resume=resume)
         if evaluation is not None and ranks.rank() == 0:
             held = stack.enter_context(GroupReader.connect(store_url, evaluation.run.name))
             trainer.evaluate_with(held, evaluation)
@@ -79,12 +96,20 @@ class Trainer:
     """One rank of the trainer."""
 
     def __init__(
-        self, config: Config, policy: Policy, store: GroupReader, engine_urls: Sequence[str], *, resume: bool
+        self,
+        config: Config,
+        policy: Policy,
+        store: GroupReader,
+        engine_urls: Sequence[str],
+        role: TrainerRole,
+        *,
+        resume: bool,
     ) -> None:
         folder = config.run.folder
         self._config = config
         self._policy = policy
         self._store = store
+        self._role = role
         self._leads = ranks.rank() == 0
         self._checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.train.keep_checkpoints, writer=self._leads, barrier=ranks.barrier
@@ -109,24 +134,32 @@ class Trainer:
         for signum in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
         if self._leads:
-            self._metrics = stack.enter_context(MetricsWriter(self._config.run.folder, first_step=self.state.step))
+            self._metrics = stack.enter_context(self._metrics_writer())
             self._feed = GroupFeed(self._store, self.state.groups, self._idle)
         self._served = ranks.share(self._open_store() if self._leads else None)
         if self._evaluator is not None:
             began = self.state.step if self._resume else -1
             self._evaluator.take_up(lost_after=None if self._served >= 0 else began)
         self._push()
+        self._role.at(self.state)
+        self._role.health.starting = None
+        for line in read_metrics(self._config.run.folder)[-1:]:
+            self._role.figures(line)
 
     def run(self) -> None:
         """All remaining steps. Returns early, at a step boundary, when the run was asked to stop."""
         steps, save_every = self._config.train.steps, self._config.train.save_every
         while self.state.step < steps and self._evaluate():
+            bind_contextvars(step=self.state.step, policy_version=self.state.version)
             with self._timed("step"):
+                self._role.state = "waiting"
                 with self._timed("wait"):
                     groups = self._next_groups()
                 if groups is None:
                     break
+                self._role.state = "training"
                 metrics = self.step(groups)
+            self._role.at(self.state)
             self._write(self.state.step - 1, metrics)
             if not save_every:
                 self._acknowledge()
@@ -136,6 +169,7 @@ class Trainer:
             self._save()
         if self.state.step >= steps and self._evaluate() and self._figures:
             self._write(self.state.step, {})
+        self._role.state = "done" if self.state.step >= steps else "stopped"
         log.info("trainer ends", step=self.state.step, of=steps, policy_version=self.state.version)
 
     def step(self, groups: StepGroups) -> dict[str, float]:
@@ -158,6 +192,7 @@ class Trainer:
             with self._timed("push"):
                 self._push()
         self._unsafe += groups.deliveries
+        annotate(policy_version=version, groups=len(groups.deliveries), loss_groups=len(groups.kept))
         return {
             **rollout_metrics(rollouts, groups.deliveries),
             **reduce(add, all_losses).metrics(len(batch.mini_batches)),
@@ -184,13 +219,18 @@ class Trainer:
         log.info("resumed", step=found.state.step, policy_version=found.state.version, groups=found.state.groups)
         return found.state
 
+    def _metrics_writer(self) -> MetricsWriter:
+        folder, track = self._config.run.folder, self._config.track
+        wandb = WandbBoard(folder, track, public_settings(self._config)) if track.wandb else None
+        return MetricsWriter(folder, first_step=self.state.step, wandb=wandb)
+
     def _open_store(self) -> int:
         """Set the place in the data order where the store does not know it. Returns the policy version in use, or -1.
 
         A store that knows a policy has lived on since the checkpoint: it delivers again what was not acknowledged, and
         what is in flight goes on under the policy it was started with.
         """
-        published = self._published() if self.state.step else None
+        published = self._published() if self.state.step or self._loses_nothing() else None
         if published is None:
             self._store.reset_position(self.state.groups)
             return -1
@@ -198,6 +238,18 @@ class Trainer:
             log.info("catching up", policy_version=self.state.version, published=published.version)
             self._publisher.load(published.version, Path(published.weights))
         return published.version
+
+    def _loses_nothing(self) -> bool:
+        """At the start of a run: whether an earlier trainer of it was killed before it had acknowledged any group."""
+        published = self._published()
+        return (
+            self._resume
+            and self._config.train.save_every > 0
+            and not self._checkpoints.any()
+            and published is not None
+            and published.weights == str(self._publisher.folder(published.version))
+            and Path(published.weights).is_dir()
+        )
 
     def _published(self) -> PublishedPolicy | None:
         try:
@@ -228,6 +280,7 @@ class Trainer:
         if version < self._served:
             log.warning("not evaluated: the engines serve a newer policy", step=step, policy_version=version)
             return {}
+        self._role.state = "evaluating"
         return self._evaluator.evaluate(step, version, str(self._publisher.folder(version)))
 
     def _led(self, work: Callable[[], T]) -> T | None:
@@ -247,7 +300,6 @@ class Trainer:
     def _idle(self) -> None:
         if self._stopping:
             raise Stopped
-        self._store.heartbeat("trainer", {"step": self.state.step, "policy_version": self.state.version})
         ranks.share(_WAITING)
 
     def _push(self) -> None:
@@ -264,6 +316,7 @@ class Trainer:
         self._served = version
 
     def _save(self) -> None:
+        self._role.state = "saving"
         with self._timed("checkpoint"):
             self._checkpoints.save(self.state, self._policy.save)
         self._saved_step = self.state.step
@@ -278,7 +331,9 @@ class Trainer:
         """Before the checkpoint, so that no checkpointed step lacks its line; its seconds count in the next one's."""
         if self._leads:
             stages = {f"perf/{stage}_s": seconds for stage, seconds in self._seconds.items()}
-            self._metrics.write(step, metrics | self._figures | stages)
+            line = metrics | self._figures | stages
+            self._metrics.write(step, line)
+            self._role.figures(line)
         self._seconds.clear()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -288,6 +343,7 @@ class Trainer:
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            yield
+            with span("train_step", step=self.state.step) if stage == "step" else span(stage):
+                yield
         finally:
             self._seconds[stage] += time.perf_counter() - began  # type: ignore[assignment]

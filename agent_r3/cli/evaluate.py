@@ -60,10 +60,11 @@ def run(
 
     from agent_r3.eval.run import evaluate
     from agent_r3.metrics import setup_logging
-    from agent_r3.tiny import model_folder
 
     setup_logging()
-    if resolved.eval.endpoint is None:
+    if resolved.eval.endpoint is None and resolved.model.path == "tiny":
+        from agent_r3.tiny import model_folder  # needs what makes the model, which not every image has
+
         model = resolved.model.model_copy(update={"path": str(model_folder(resolved.model.path))})
         resolved = resolved.model_copy(update={"model": model})
     raise typer.Exit(asyncio.run(evaluate(resolved, out)))

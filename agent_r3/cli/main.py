@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from agent_r3.cli import bench, broker, doctor, evaluate, model, runs, serve, tasks, train, trainer, worker
+from agent_r3.cli import bench, broker, doctor, evaluate, model, runs, serve, status, tasks, train, trainer, worker
 from agent_r3.errors import AgentR3Error, UserError
 
 _ROLES = "Roles, each a process of its own"
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
+app.command("status", cls=status.Command)(status.status)
 app.command("report")(runs.report)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(tasks.app, name="tasks")

@@ -69,6 +69,7 @@ class EmbeddedServer:
             "dir": str(self._data_dir.resolve()),
             "save": "",
             "appendonly": "yes" if self._persist else "no",
+            "appendfsync": "always",  # `everysec` may answer before it has written, and a kill then loses what it said
             "daemonize": "no",
         }
         command = [str(binary), *(part for key, value in options.items() for part in (f"--{key}", value))]

@@ -24,7 +24,7 @@ from agent_r3.store.shared import (
     decode_group,
     decode_policy,
     decode_roles,
-    encode_beat,
+    dump,
 )
 from agent_r3.trajectory import splice
 from agent_r3.types import Trajectory
@@ -151,13 +151,19 @@ class GroupReader:
 
     def heartbeat(self, role: str, payload: Mapping[str, object]) -> None:
         """Tell that `role` is alive; `payload` is JSON for `status`."""
-        beat = encode_beat(payload, time.time())
-        self._call("heartbeat", lambda client: client.hset(self._keys.roles, role, beat))
+        self._script("heartbeat", scripts.BEAT, [self._keys.roles], [role, dump(dict(payload))])
 
     def roles(self) -> dict[str, RoleState]:
         """Roles that ever sent a heartbeat, with its age."""
-        fields = self._call("read roles", lambda client: client.hgetall(self._keys.roles))
-        return decode_roles(cast(Mapping[bytes, bytes], fields), time.time())
+
+        def read(client: redis.Redis) -> object:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.hgetall(self._keys.roles)
+                pipe.time()
+                return pipe.execute()
+
+        fields, now = cast(tuple[dict[bytes, bytes], tuple[int, int]], self._call("read roles", read))
+        return decode_roles(fields, now[0] + now[1] / 1e6)
 
     def _create_consumer_group(self, client: redis.Redis) -> None:
         try:
@@ -212,7 +218,7 @@ class GroupReader:
 
     def _call(self, what: str, call: Callable[[redis.Redis], object]) -> object:
         try:
-            return retrying(self._retry_s)(lambda: call(self._client))
+            return retrying(self._retry_s, what)(lambda: call(self._client))
         except FOREIGN as exc:
             raise lost(what, exc) from exc
 

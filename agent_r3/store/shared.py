@@ -76,11 +76,8 @@ def decode_policy(fields: Mapping[bytes, bytes]) -> Policy:
     return Policy(version=int(fields[b"version"]), weights=fields[b"weights"].decode())
 
 
-def encode_beat(payload: Mapping[str, object], now_s: float) -> str:
-    return dump({"time": now_s, "payload": dict(payload)})
-
-
 def decode_roles(fields: Mapping[bytes, bytes], now_s: float) -> dict[str, RoleState]:
+    """Roles by their heartbeats; `now_s` is the time of the server, which also stamped them."""
     states = {}
     for role, data in fields.items():
         beat = json.loads(data)

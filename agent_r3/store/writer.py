@@ -1,5 +1,6 @@
 """The rollout worker's side of the store: claim a group, append turns, publish what finished."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -7,8 +8,9 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import redis.asyncio
+import structlog
 
-from agent_r3.errors import ContractError
+from agent_r3.errors import ClaimLostError, ContractError
 from agent_r3.store import scripts
 from agent_r3.store.connection import BLOCK_SLICE_S, FOREIGN, connect_async, lost, retrying_async
 from agent_r3.store.records import encode_record
@@ -19,13 +21,15 @@ from agent_r3.store.shared import (
     decode_policy,
     decode_roles,
     dump,
-    encode_beat,
     encode_end,
     encode_group,
 )
 from agent_r3.trajectory import TurnRecord
 from agent_r3.types import Ending, TrajectoryGroup, Turn
 
+log = structlog.get_logger(__name__)
+
+STALE_S = 30.0  # after so long without a sign of life a worker's claims are handed to others
 Reply = list[bytes]
 
 
@@ -34,14 +38,15 @@ class TrajectoryWriter:
 
         async with TrajectoryWriter.connect(url, "demo") as store:
             index = await store.claim_group("worker-0")            # None: nothing is asked for at the moment
-            await store.open_trajectory("g0-1", "g0", task.id)
+            await store.open_trajectory("g0-1", index, "g0", task.id)
             await store.append_turn("g0-1", turn)                  # once a turn
             await store.finish_trajectory("g0-1", 1.0, Ending.FINISH, counters)
             await store.publish_group("worker-0", group, {"generate": 12.5})
 
-    A process started again under the same worker name takes back what its dead predecessor had claimed; whatever the
-    predecessor still held open is replaced. Raises StoreError when the server stays away,
-    ContractError for a call that does not fit what is stored (never retried).
+    A process started again under the same worker name takes back what its dead predecessor had claimed, and any worker
+    takes what a silent one had; what the former holder had opened is dropped then, and it gets ClaimLostError from
+    whatever it still tries on that group. Raises StoreError when the server stays away, ContractError for a call that
+    does not fit what is stored (never retried).
     """
 
     def __init__(self, client: redis.asyncio.Redis, run: str, *, retry_s: float) -> None:
@@ -50,6 +55,9 @@ class TrajectoryWriter:
         self._retry_s = retry_s
         self._incarnation = uuid.uuid4().hex
         self._last_event = b"0"
+        self._claiming = asyncio.Lock()  # of two claims at a time each would find the other's unknown
+        self._works_on: set[int] = set()  # claimed here, neither published nor known to be lost
+        self._opened: dict[str, int] = {}  # trajectory -> index of its group
 
     @classmethod
     @asynccontextmanager
@@ -61,15 +69,24 @@ class TrajectoryWriter:
         finally:
             await client.aclose()
 
-    async def open_trajectory(self, trajectory_id: str, group_id: str, task_id: str) -> None:
-        """Start an empty trajectory. Raises ContractError when this process already has turns under that id."""
+    async def open_trajectory(self, trajectory_id: str, index: int, group_id: str, task_id: str) -> None:
+        """Start an empty trajectory of the claimed group `index`.
+
+        Raises ClaimLostError when this process does not hold the claim, ContractError when it already has turns under
+        that id.
+        """
         keys = self._keys
         reply = await self._run(
             f"open {trajectory_id}",
             scripts.OPEN,
-            (keys.trajectory(trajectory_id), keys.turns(trajectory_id), keys.members(group_id)),
-            (self._incarnation, trajectory_id, group_id, task_id),
+            (
+                *(keys.trajectory(trajectory_id), keys.turns(trajectory_id), keys.members(index)),
+                *(keys.claims, keys.published),
+            ),
+            (self._incarnation, trajectory_id, group_id, task_id, index),
         )
+        self._require_claim(reply, index, f"group {index}, trajectory {trajectory_id}")
+        self._opened[trajectory_id] = index
         if reply[0] == b"exists":
             group, task, length = (part.decode() for part in reply[1:])
             raise ContractError(
@@ -82,13 +99,12 @@ class TrajectoryWriter:
         Raises ContractError for a gap, an overlap, another turn in that place, or arrays that do not fit.
         """
         record = TurnRecord.of(turn)
-        reply = await self._run(
+        reply = await self._run_on(
+            trajectory_id,
             f"append turn {turn.index} to {trajectory_id}",
             scripts.APPEND,
-            (self._keys.trajectory(trajectory_id), self._keys.turns(trajectory_id)),
             (self._incarnation, turn.index, record.start, record.stop, encode_record(record)),
         )
-        self._require_held(reply, trajectory_id)
         what = f"trajectory {trajectory_id}: turn {turn.index} at tokens {record.start}..{record.stop - 1}"
         if reply[0] in (b"differs", b"ended", b"place"):
             turns, length = (part.decode() for part in reply[1:])
@@ -103,13 +119,12 @@ class TrajectoryWriter:
         self, trajectory_id: str, reward: float, ending: Ending, counters: Mapping[str, int]
     ) -> None:
         """Close a trajectory. `counters`: exactly prompt_tokens, cached_tokens, reprefilled_tokens."""
-        reply = await self._run(
+        reply = await self._run_on(
+            trajectory_id,
             f"finish {trajectory_id}",
             scripts.FINISH,
-            (self._keys.trajectory(trajectory_id), self._keys.turns(trajectory_id)),
             (self._incarnation, encode_end(reward, ending, counters)),
         )
-        self._require_held(reply, trajectory_id)
         if reply[0] == b"empty":
             raise ContractError(f"trajectory {trajectory_id} has no turn and cannot be finished; drop it")
         if reply[0] == b"differs":
@@ -124,45 +139,60 @@ class TrajectoryWriter:
             (keys.trajectory(trajectory_id), keys.turns(trajectory_id)),
             (self._incarnation, trajectory_id, keys.members("")),
         )
+        self._opened.pop(trajectory_id, None)
 
-    async def claim_group(self, worker: str) -> int | None:
-        """Index of the next group this worker shall sample, or None while the trainer asks for no more."""
+    async def claim_group(self, worker: str, stale_s: float = STALE_S) -> int | None:
+        """Index of the next group this worker shall sample, or None while the trainer asks for no more.
+
+        First come claims of this worker that it does not work on (an earlier process's), and those of workers whose
+        heartbeat, under the role `worker/<name>`, is older than `stale_s`.
+        """
         keys = self._keys
-        # The token makes a repeated call return the claim whose answer was lost, instead of a second one.
-        reply = await self._run(
-            "claim a group",
-            scripts.CLAIM,
-            (keys.claims, keys.next, keys.demand),
-            (worker, self._incarnation, uuid.uuid4().hex),
-        )
-        return None if reply[0] == b"none" else int(reply[1])
+        async with self._claiming:
+            # The token makes a repeated call return the claim whose answer was lost, instead of a second one.
+            reply = await self._run(
+                "claim a group",
+                scripts.CLAIM,
+                (keys.claims, keys.next, keys.demand, keys.roles),
+                (
+                    *(worker, self._incarnation, uuid.uuid4().hex, stale_s),
+                    *(keys.members(""), keys.trajectory(""), keys.turns("")),
+                    *self._works_on,
+                ),
+            )
+            if reply[0] == b"none":
+                return None
+            index = int(reply[1])
+            self._works_on.add(index)
+        if reply[0] == b"ok" and reply[2]:
+            log.info("claim taken over", group=index, holder=reply[2].decode())
+        return index
 
     async def publish_group(self, worker: str, group: TrajectoryGroup, seconds: Mapping[str, float]) -> None:
         """Hand a finished group to the trainer and release its claim, in one step.
 
-        Trajectories opened for the group but not part of it are deleted. Raises ContractError when the claim is not
-        this process's, or a trajectory is not finished or belongs elsewhere.
+        Trajectories opened for the group but not part of it are deleted. Raises ClaimLostError when the claim is not
+        this process's, ContractError when a trajectory is not finished or belongs elsewhere.
         """
         keys = self._keys
         reply = await self._run(
             f"publish group {group.index}",
             scripts.PUBLISH,
-            (keys.claims, keys.published, keys.groups, keys.members(group.id)),
+            (keys.claims, keys.published, keys.groups, keys.members(group.index)),
             (
-                *(group.index, worker, self._incarnation, self._incarnation, group.id, encode_group(group)),
+                *(group.index, worker, self._incarnation, group.id, encode_group(group)),
                 *(dump(seconds), keys.trajectory(""), keys.turns("")),
                 *group.trajectory_ids,
             ),
         )
         what = f"group {group.index} ({group.id}) of {worker}"
-        if reply[0] == b"unclaimed":
-            raise ContractError(f"{what}: it is not claimed; the run was reset, or the group was never claimed")
-        if reply[0] == b"owner":
-            raise ContractError(f"{what}: it is claimed by another process of {reply[1].decode()}")
+        self._require_claim(reply, group.index, what)
         if reply[0] == b"foreign":
             raise ContractError(f"{what}: trajectory {reply[1].decode()} is not one of this group and process")
         if reply[0] == b"unfinished":
             raise ContractError(f"{what}: trajectory {reply[1].decode()} is not finished")
+        self._works_on.discard(group.index)
+        self._opened = {name: index for name, index in self._opened.items() if index != group.index}
 
     async def policy(self) -> Policy:
         """Policy to sample from. Raises ContractError before the trainer has set one (it does so before any demand)."""
@@ -185,23 +215,53 @@ class TrajectoryWriter:
         return False
 
     async def heartbeat(self, role: str, payload: Mapping[str, object]) -> None:
-        """Tell that `role` is alive; `payload` is JSON for `status`."""
-        beat = encode_beat(payload, time.time())
-        await self._call("heartbeat", lambda client: client.hset(self._keys.roles, role, beat))
+        """Tell that `role` is alive; `payload` is JSON for `status`. A worker's role is `worker/<name>`."""
+        await self._run("heartbeat", scripts.BEAT, (self._keys.roles,), (role, dump(dict(payload))))
 
     async def roles(self) -> dict[str, RoleState]:
         """Roles that ever sent a heartbeat, with its age."""
-        fields = await self._call("read roles", lambda client: client.hgetall(self._keys.roles))
-        return decode_roles(cast(Mapping[bytes, bytes], fields), time.time())
 
-    @staticmethod
-    def _require_held(reply: Sequence[bytes], trajectory_id: str) -> None:
+        async def read(client: redis.asyncio.Redis) -> object:
+            async with client.pipeline(transaction=True) as pipe:
+                pipe.hgetall(self._keys.roles)
+                pipe.time()
+                return await pipe.execute()
+
+        fields, now = cast(tuple[dict[bytes, bytes], tuple[int, int]], await self._call("read roles", read))
+        return decode_roles(fields, now[0] + now[1] / 1e6)
+
+    async def _run_on(self, trajectory_id: str, what: str, script: str, args: Sequence[str | int | bytes]) -> Reply:
+        """A script that changes a trajectory which this process must hold."""
+        keys, index = self._keys, self._opened.get(trajectory_id)
+        reply = await self._run(
+            what,
+            script,
+            (keys.trajectory(trajectory_id), keys.turns(trajectory_id), keys.claims, keys.published),
+            (*args, "" if index is None else index),
+        )
+        if index is not None:
+            self._require_claim(reply, index, f"group {index}, trajectory {trajectory_id}")
         if reply[0] == b"missing":
             raise ContractError(f"trajectory {trajectory_id} is not open: never opened, dropped, or the run was reset")
         if reply[0] == b"owner":
             raise ContractError(f"trajectory {trajectory_id} is held by another process")
+        return reply
 
-    async def _run(self, what: str, script: str, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Reply:
+    def _require_claim(self, reply: Reply, index: int, what: str) -> None:
+        if reply[0] != b"lost":
+            return
+        self._works_on.discard(index)
+        holder = reply[1].decode()
+        problem = {
+            b"claimed": f"it is claimed by another process of {holder}",
+            b"published": f"it was published by {holder}",
+            b"free": "it is not claimed; the run was reset, or the group was never claimed",
+        }[reply[2]]
+        raise ClaimLostError(f"{what}: {problem}")
+
+    async def _run(
+        self, what: str, script: str, keys: Sequence[str], args: Sequence[str | int | float | bytes]
+    ) -> Reply:
         async def call(client: redis.asyncio.Redis) -> object:
             return await client.register_script(script)(keys=list(keys), args=list(args))
 
@@ -209,7 +269,7 @@ class TrajectoryWriter:
 
     async def _call(self, what: str, call: Callable[[redis.asyncio.Redis], Awaitable[object]]) -> object:
         try:
-            async for attempt in retrying_async(self._retry_s):
+            async for attempt in retrying_async(self._retry_s, what):
                 with attempt:
                     return await call(self._client)
         except FOREIGN as exc:

@@ -16,12 +16,14 @@ from typing import Any
 from agent_r3.config import Config, load_config
 from agent_r3.envs.backend import open_backend
 from agent_r3.envs.datasets import load_tasks
+from agent_r3.heartbeat import Heartbeat
 from agent_r3.hfconfig import ModelInfo
 from agent_r3.process import until_signalled
 from agent_r3.rollout.engine import Generation
 from agent_r3.rollout.tokens import ChatRenderer
 from agent_r3.rollout.worker import RolloutWorker, task_at
 from agent_r3.store import TrajectoryWriter
+from agent_r3.store.writer import STALE_S
 from agent_r3.types import Int32Array, MoEShape, Task, TrajectoryGroup
 from tests.chaos.agents import choose
 from tests.support.engine import VOCABULARY
@@ -61,8 +63,8 @@ class NotingWriter(TrajectoryWriter):
 
     notes: Path
 
-    async def claim_group(self, worker: str) -> int | None:
-        index = await super().claim_group(worker)
+    async def claim_group(self, worker: str, stale_s: float = STALE_S) -> int | None:
+        index = await super().claim_group(worker, stale_s)
         if index is not None:
             self._note("claimed", index)
         return index
@@ -81,13 +83,17 @@ async def work(folder: Path, name: str) -> None:
     tasks = load_tasks(config.tasks)
     model = ModelInfo(Path(config.model.path), "scripted", 2, VOCABULARY, 1 << 20, SHAPE, (0, 1))
     renderer = ChatRenderer.from_folder(model)
-    assert config.store.url is not None
+    with Heartbeat(config.store, config.run.name, f"worker/{name}", dict):
+        await answer(config, name, tasks, renderer, folder / "claims.jsonl")
+
+
+async def answer(config: Config, name: str, tasks: list[Task], renderer: ChatRenderer, notes: Path) -> None:
     async with (
-        NotingWriter.connect(config.store.url, config.run.name) as store,
+        NotingWriter.connect(str(config.store.url), config.run.name) as store,
         open_backend(config.sandbox, config.grading, run=config.run.name, owner=name) as (provider, grader),
     ):
         assert isinstance(store, NotingWriter)
-        store.notes = folder / "claims.jsonl"
+        store.notes = notes
         fleet: Any = ScriptedFleet(config, tasks, renderer)
         worker = RolloutWorker(name, config, tasks, renderer, fleet, provider, grader, store)
         await until_signalled(worker.run())

@@ -16,6 +16,7 @@ from structlog.testing import CapturingLogger
 from agent_r3.config import SandboxConfig
 from agent_r3.envs.backend import Backend
 from agent_r3.envs.broker import listen, serving
+from agent_r3.envs.broker_quotas import Quotas, Usage
 from agent_r3.envs.broker_wire import parse_address, read_token
 from agent_r3.envs.sandbox import ExecResult, Sandbox
 from agent_r3.types import Grade, Task
@@ -27,15 +28,16 @@ async def broker_at(
     backend: Backend,
     tasks: Sequence[Task],
     *,
-    max_sandboxes: int = 64,
+    quotas: Quotas | None = None,
     heartbeat_s: float = 30.0,
+    usage: Usage | None = None,
 ) -> AsyncIterator[CapturingLogger]:
     """Serve `backend` at the address and with the token of `config`. Gives the audit log."""
     audit = CapturingLogger()
     token = read_token(config.broker_token_file)
     listener = listen(parse_address(str(config.broker), "sandbox.broker"), token)
     async with serving(
-        backend, tasks, listener, token, max_sandboxes=max_sandboxes, audit=audit, heartbeat_s=heartbeat_s
+        backend, tasks, listener, token, quotas=quotas or Quotas(), audit=audit, heartbeat_s=heartbeat_s, usage=usage
     ):
         yield audit
 

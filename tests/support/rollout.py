@@ -69,7 +69,7 @@ async def publish_group(
     failures = {"engine": 1} if failures is None else failures
     ids = [f"g{index}-{sample}" for sample in range(len(rewards))]
     for sample, (trajectory_id, reward) in enumerate(zip(ids, rewards, strict=True)):
-        await store.open_trajectory(trajectory_id, f"g{index}", task)
+        await store.open_trajectory(trajectory_id, index, f"g{index}", task)
         for turn in scripted_turns(index, sample, reward > 0, version, shape):
             await store.append_turn(trajectory_id, turn)
         ending = Ending.MAX_TURNS if sample == 0 else Ending.FINISH

@@ -1,6 +1,7 @@
 """Real servers for the store: the embedded one and Debian's redis-server; and turns to put into it."""
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -9,19 +10,25 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 import redis
 
 from agent_r3.routing import rows_from
-from agent_r3.store import EmbeddedServer
+from agent_r3.store import EmbeddedServer, GroupReader, TrajectoryWriter
+from agent_r3.store.scripts import Keys
 from agent_r3.types import MoEShape, Observation, Routing, ToolCall, Turn
 from tests.support.trajectories import SHAPE, random_rows
 
 
 class RedisServer:
-    """Debian's redis-server on a loopback port, append-only, that a test may kill and start again."""
+    """Debian's redis-server on a loopback port, append-only, that a test may kill and start again.
+
+    It writes before it answers: `appendfsync everysec` answers without having written while its fsync is under way.
+    """
 
     def __init__(self, folder: Path, *, password: str | None = None) -> None:
         binary = shutil.which("redis-server")
@@ -31,14 +38,15 @@ class RedisServer:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-        options += ["--appendonly", "yes", "--appendfsync", "everysec"]
+        options += ["--appendonly", "yes", "--appendfsync", "always"]
         self._command = [binary, *options, *(["--requirepass", password] if password else [])]
+        self._folder = folder
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        secret = f":{self._password}@" if self._password else ""
+        secret = f":{quote(self._password, safe='')}@" if self._password else ""
         return f"redis://{secret}127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -58,6 +66,11 @@ class RedisServer:
         """Commands are accepted by the kernel and never answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+
+    def forget(self) -> None:
+        """Remove its files, while it is down."""
+        shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
+        (self._folder / "appendonly.aof").unlink(missing_ok=True)  # of Redis 6
 
     def kill(self) -> None:
         """SIGKILL, as a crash."""
@@ -103,6 +116,33 @@ class LossyProxy:
                 side.shutdown(socket.SHUT_RDWR)
 
 
+class Clock:
+    """Makes claims and heartbeats older than they are, in the store itself: the server's clock cannot be set."""
+
+    def __init__(self, client: redis.Redis, run: str = "run") -> None:
+        self.client = client
+        self._claims, self._roles = Keys(run).claims, Keys(run).roles
+
+    def age_claim(self, index: int, seconds: float) -> None:
+        claim = cast(bytes, self.client.hget(self._claims, str(index)))
+        *rest, claimed = claim.split(b"\n")
+        aged = b"\n".join([*rest, str(float(claimed) - seconds).encode()])
+        self.client.hset(self._claims, str(index), cast(Any, aged))
+
+    def age_heartbeat(self, worker: str, seconds: float) -> None:
+        beat = json.loads(cast(bytes, self.client.hget(self._roles, f"worker/{worker}")))
+        self.client.hset(self._roles, f"worker/{worker}", json.dumps(beat | {"time": beat["time"] - seconds}))
+
+
+@contextlib.contextmanager
+def clock_of(url: str, run: str = "run") -> Iterator[Clock]:
+    client = redis.Redis.from_url(url)
+    try:
+        yield Clock(client, run)
+    finally:
+        client.close()
+
+
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A running redis-server of this test alone, to be killed and started again."""
@@ -132,6 +172,18 @@ def store_url(store_server_url: str) -> str:
     client.flushall()
     client.close()
     return store_server_url
+
+
+async def hold_group(url: str, store: TrajectoryWriter, worker: str = "w", *, run: str = "run") -> int:
+    """Ask for one more group and claim it: trajectories are opened for groups that are held."""
+    client = redis.Redis.from_url(url)
+    demand = int(cast(bytes | None, client.get(f"agent_r3:{{{run}}}:next")) or 0) + 1
+    client.close()
+    with GroupReader.connect(url, run) as reader:
+        reader.set_demand(demand)
+    index = await store.claim_group(worker)
+    assert index == demand - 1
+    return index
 
 
 def make_turn(

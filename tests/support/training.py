@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from agent_r3.tiny import SCRIPTS
+from tests.support.otlp import Collector, collecting
 
 COMMAND = [sys.executable, "-m", "agent_r3.cli"]
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-cpu.yaml"
@@ -95,14 +96,24 @@ def tiny_policy() -> None:
 
 
 @pytest.fixture(scope="session")
-def finished_training(tiny_policy: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+def finished_traces() -> Iterator[Collector]:
+    """The traces of `finished_training`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def finished_training(
+    tiny_policy: None, tmp_path_factory: pytest.TempPathFactory, finished_traces: Collector
+) -> Iterator[Training]:
     """A run of two steps in two goes: one step, then `--resume` with one more.
 
     SGLang recorded every request, and the policy was evaluated before the steps and after each.
     """
+    traced = f"track.otlp_endpoint={finished_traces.url}"
     with trainings(tmp_path_factory.mktemp("finished")) as start:
-        first = start("finished", *_FINISHED, "train.steps=1")
+        first = start("finished", *_FINISHED, traced, "train.steps=1")
         assert first.finish() == 0, first.output()
-        again = start("finished", *_FINISHED, "train.steps=2", "--resume")
+        again = start("finished", *_FINISHED, traced, "train.steps=2", "--resume")
         assert again.finish() == 0, again.output()
         yield again
