@@ -37,6 +37,7 @@ lint: ## ruff, mypy strict, import-linter
 bench: setup ## every benchmark, as JSON lines
 	$(RUN)/agent-r3 bench r3 --json
 	$(RUN)/agent-r3 bench sandbox --json
+	$(RUN)/agent-r3 bench eval --json
 
 chaos-sandbox: setup ## 200 episodes while containers, a private engine and workers are killed (SEED=0, needs root)
 	$(RUN)/python -m tests.chaos --seed $(SEED)

@@ -57,7 +57,7 @@ class Peers:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for container in self._docker.containers.list(all=True, filters={"label": self._label}):
+        for container in self._docker.containers.list(all=True, ignore_removed=True, filters={"label": self._label}):
             with contextlib.suppress(DockerException):  # it may be going by itself
                 container.remove(force=True)
         for network in self._docker.networks.list(names=[self._network]):

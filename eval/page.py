@@ -66,7 +66,7 @@ def _what(config: Mapping[str, Any], report: Report) -> str:
 def _tiles(report: Report) -> Iterable[html.Tile]:
     rate, predicted = report.pass_at_1, sum(report.verdicts.values())
     yield "Pass@1", wording.percent(rate.mean), f"95% interval {wording.interval(rate)}"
-    yield "standard error", wording.percent(rate.se), "clustered by instance"
+    yield "standard error", wording.error(rate), "clustered by instance"
     for estimate in report.pass_at_k[-1:] if len(report.pass_at_k) > 1 else ():
         below = f"unbiased, {wording.counted(estimate.instances, 'instance')}"
         yield f"pass@{estimate.k}", wording.percent(estimate.mean), below
@@ -163,7 +163,7 @@ def _parts(heading: str, parts: Sequence[Part]) -> str:
             f"{part.rate.instances:,}",
             f"{part.rate.samples:,}",
             wording.percent(part.rate.mean),
-            wording.percent(part.rate.se),
+            wording.error(part.rate),
             wording.interval(part.rate),
         )
         for part in parts

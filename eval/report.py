@@ -84,7 +84,7 @@ def _main(report: Report) -> "Table":
     table = Table(title=title, show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
-    table.add_row("Pass@1", f"{wording.percent(rate.mean)} ± {wording.percent(rate.se)}")
+    table.add_row("Pass@1", f"{wording.percent(rate.mean)} ± {wording.error(rate)}")
     table.add_row("95% interval", wording.interval(rate))
     for estimate in report.pass_at_k[1:]:
         table.add_row(f"pass@{estimate.k}", f"{wording.percent(estimate.mean)} ({estimate.instances:,} instances)")
@@ -111,7 +111,7 @@ def _parts(heading: str, parts: tuple[Part, ...]) -> "Table":
         table.add_column(column, justify="right")
     for part in parts:
         rate = part.rate
-        numbers = (f"{rate.instances:,}", wording.percent(rate.mean), wording.percent(rate.se), wording.interval(rate))
+        numbers = (f"{rate.instances:,}", wording.percent(rate.mean), wording.error(rate), wording.interval(rate))
         table.add_row(wording.printable(part.name), *numbers)
     return table
 

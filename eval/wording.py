@@ -24,6 +24,11 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
+def error(rate: PassRate) -> str:
+    """The standard error; a dash for one instance, which cannot tell how much instances differ."""
+    return percent(rate.se) if rate.instances > 1 else "-"
+
+
 def interval(rate: PassRate) -> str:
     return f"{100 * rate.low:.1f} to {percent(rate.high)}"
 

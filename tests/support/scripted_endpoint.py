@@ -168,12 +168,12 @@ class _Server:
 
 
 def _completion(body: Mapping[str, Any], call: Call, number: int) -> dict[str, Any]:
-    """With tools in the request the call is a native one, else it stands in the text."""
+    """With tools in the request the call is a native one, else it stands in the text. Ids are all of one length."""
     name, arguments = call
     message: dict[str, Any] = {"role": "assistant", "content": None}
     if body.get("tools"):
         function = {"name": name, "arguments": json.dumps(arguments)}
-        message["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
+        message["tool_calls"] = [{"id": f"call_{number:06d}", "type": "function", "function": function}]
     else:
         message["content"] = render(ToolCall(name, arguments), "r2e_xml")
     prompt, sampled = len(json.dumps(body["messages"])) // 4, len(json.dumps(call)) // 4

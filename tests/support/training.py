@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from agent_r3.tiny import SCRIPTS
+from tests.support.docker import containers_of
 from tests.support.otlp import Collector, collecting
 
 COMMAND = [sys.executable, "-m", "agent_r3.cli"]
@@ -59,10 +60,10 @@ def own_name(label: str) -> str:
     return f"{label}-{os.getpid()}"
 
 
-def containers(label: str) -> list[object]:
+def containers(label: str) -> list[str]:
     client = docker.from_env()
     try:
-        return list(client.containers.list(all=True, filters={"label": f"agent_r3.run={own_name(label)}"}))
+        return containers_of(client.api, own_name(label))
     finally:
         client.close()
 
