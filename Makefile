@@ -3,7 +3,7 @@
 RUN := .venv/bin
 SEED ?= 0
 
-.PHONY: help setup demo images test check lint bench chaos-sandbox clean
+.PHONY: help setup demo images test check lint bench chaos-sandbox chaos-stack clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,12 @@ bench: setup ## every benchmark, as JSON lines
 
 chaos-sandbox: setup ## 200 episodes while containers, a private engine and workers are killed (SEED=0, needs root)
 	$(RUN)/python -m tests.chaos --seed $(SEED)
+
+chaos-stack: setup ## 8 steps of a stack of its own while each service is killed and a worker cut off (SEED=0, needs root)
+	$(RUN)/agent-r3 tasks build --for configs/stack-cpu.yaml
+	$(RUN)/agent-r3 model tiny
+	@AGENT_R3_TAG=tests scripts/images.sh
+	$(RUN)/python -m tests.stack.chaos --seed $(SEED)
 
 clean: ## remove runs and caches of this checkout
 	rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from agent_r3.config import TrainConfig
 from agent_r3.errors import UserError
+from agent_r3.trainer.record import read_steps
 from agent_r3.types import MoEShape
 from tests.support.rollout import ScriptedHeldSet, ScriptedRollout
 from tests.support.trainer import GROUPS, SAMPLES, STEPS, Run, make_run, rewards
@@ -23,6 +24,19 @@ def test_each_step_trains_its_groups_under_its_own_policy_version(straight_run: 
     ]
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
     assert [line["train/groups_kept"] for line in run.metrics()] == [2, 1, 2, 2, 2]
+
+
+def test_the_groups_of_each_step_are_on_record(straight_run: tuple[Run, ScriptedRollout]) -> None:
+    run, rollout = straight_run
+    steps = read_steps(run.folder)
+    assert [step.step for step in steps] == list(range(STEPS))
+    published = {group.index: group for group in rollout.groups}
+    for step in steps:
+        assert [group.index for group in step.groups] == [step.step * GROUPS + place for place in range(GROUPS)]
+        for group in step.groups:
+            assert group.trajectory_ids == published[group.index].trajectory_ids
+            assert group.policy_version == step.step
+            assert group.kept == (group.index != 3)  # its rewards are equal
 
 
 def test_metrics_cover_rollout_replay_and_time(straight_run: tuple[Run, ScriptedRollout]) -> None:
@@ -82,6 +96,10 @@ def test_kill_9_and_sigterm_lose_no_group_and_train_none_twice(
     assert sorted(group.index for group in rollout.groups) == list(range(STEPS * GROUPS))
     straight, _ = straight_run
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    # By kill and restart alike each group was trained in exactly one of the steps that the policy is made of.
+    assert [[group.index for group in step.groups] for step in read_steps(run.folder)] == [
+        list(range(step * GROUPS, (step + 1) * GROUPS)) for step in range(STEPS)
+    ]
     for name in ("train/loss", "train/grad_norm", "r3/kl_replay", "rollout/tokens"):
         assert [line[name] for line in run.metrics()] == pytest.approx([line[name] for line in straight.metrics()])
     for name, tensor in straight.weights().items():

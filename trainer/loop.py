@@ -48,6 +48,7 @@ from agent_r3.trainer.losses import LossSums, load_verl
 from agent_r3.trainer.megatron import Policy
 from agent_r3.trainer.optimize import diagnose, recompute, update
 from agent_r3.trainer.push import WeightPublisher
+from agent_r3.trainer.record import record_step
 from agent_r3.trainer.role import TrainerRole
 from agent_r3.trainer.rollout_metrics import rollout_metrics
 
@@ -160,6 +161,8 @@ class Trainer:
                 self._role.state = "training"
                 metrics = self.step(groups)
             self._role.at(self.state)
+            if self._leads:  # like the metrics before the checkpoint, so that no checkpointed step lacks its line
+                record_step(self._config.run.folder, self.state.step - 1, groups)
             self._write(self.state.step - 1, metrics)
             if not save_every:
                 self._acknowledge()
