@@ -10,7 +10,7 @@ import structlog
 from agent_r3.config import Config
 from agent_r3.envs.backend import open_backend
 from agent_r3.envs.datasets import join_tasks, load_tasks
-from agent_r3.errors import ConfigError
+from agent_r3.errors import ConfigError, first_failure
 from agent_r3.held_set import announcement, evaluation_config
 from agent_r3.hfconfig import ModelInfo, read_model
 from agent_r3.process import until_signalled
@@ -78,4 +78,4 @@ async def _run(workers: Sequence[RolloutWorker]) -> None:
             for worker in workers:
                 running.create_task(worker.run())
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # the first failure; it ended the others
+        raise first_failure(failed) from None

@@ -17,7 +17,7 @@ import structlog
 from agent_r3.archive import write_episode
 from agent_r3.config import Config
 from agent_r3.envs.sandbox import Grading, Sandbox, SandboxProvider
-from agent_r3.errors import EngineError, InfraError, SandboxError
+from agent_r3.errors import EngineError, InfraError, SandboxError, first_failure
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.conversation import Agent
 from agent_r3.rollout.episode import Episode, run_episode
@@ -112,7 +112,7 @@ class RolloutWorker:
                     task = groups.create_task(self._run_group(index))
                     task.add_done_callback(lambda _: places.release())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the first failure; it ended the others
+            raise first_failure(failed) from None
 
     async def _claim(self) -> int:
         while (index := await self._store.claim_group(self._name)) is None:
