@@ -124,3 +124,9 @@ def boundary(error: type[AgentR3Error], what: str, *catch: type[BaseException]) 
     except catch as exc:
         detail = " ".join(str(exc).split())[:500]
         raise error(f"{what}: {type(exc).__name__}: {detail}") from exc
+
+
+def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that ended the others of a task group, also of one inside another."""
+    first = failed.exceptions[0]
+    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,4 +1,4 @@
-"""Append-only JSON lines that survive a kill: a line is on disk when `append` returns, half a line is no line."""
+"""Files that survive a kill: JSON lines, on disk when `append` returns, and files written whole or not at all."""
 
 import json
 import os
@@ -60,3 +60,13 @@ def _end_of_lines(size: int, path: Path) -> int:
                 return start + newline + 1
             stop = start
     return 0
+
+
+def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Write a file that others may be reading: they find the old text or the new one, and so does a killed process.
+
+    `errors` is for what UTF-8 has no bytes for.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8", errors=errors)
+    partial.replace(path)

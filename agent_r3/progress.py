@@ -1,4 +1,4 @@
-"""Progress of a run as its metrics arrive: a rich bar on a terminal, one plain line a step in a log."""
+"""Progress as it comes: rich bars on a terminal, plain lines in a log; of a run one line a step."""
 
 import asyncio
 import json
@@ -40,15 +40,11 @@ def _done(metrics: Mapping[str, float]) -> int:
     return int(metrics["step"]) + trained(metrics)
 
 
-class StepProgress:
-    """Follows `metrics.jsonl` of a run folder: `async with StepProgress(...)`; lines of an earlier part are skipped."""
+class ProgressLines:
+    """Bars on a terminal, and lines that stay; in a log the lines alone."""
 
-    def __init__(self, metrics: Path, steps: int, console: Console | None = None) -> None:
-        self._path = metrics
-        self._steps = steps
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._file = self._offset = 0
-        self._newest = time.time()  # of the lines that were seen
         self._began = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -59,6 +55,23 @@ class StepProgress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
+
+    def say(self, text: str) -> None:
+        """A line of its own, with the seconds since the start."""
+        self._console.print(
+            f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+class StepProgress(ProgressLines):
+    """Follows `metrics.jsonl` of a run folder: `async with StepProgress(...)`; lines of an earlier part are skipped."""
+
+    def __init__(self, metrics: Path, steps: int, console: Console | None = None) -> None:
+        self._path = metrics
+        self._steps = steps
+        super().__init__(console)
+        self._file = self._offset = 0
+        self._newest = time.time()  # of the lines that were seen
         self._task = self._bar.add_task("training", total=steps)
 
     async def __aenter__(self) -> "StepProgress":
@@ -73,12 +86,6 @@ class StepProgress:
         await asyncio.gather(self._following, return_exceptions=True)
         self._read_new()
         self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """A line of its own, with the seconds since the start."""
-        self._console.print(
-            f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False, soft_wrap=True
-        )
 
     async def _follow(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from agent_r3.errors import DataError, UserError
+from agent_r3.journal import write_whole
 from agent_r3.metrics import read_metrics, trained
 
 _EVALUATION = ("pass@1", "pass@1_low", "pass@1_high", "tasks", "episodes")
@@ -31,7 +32,7 @@ def write_report(run_folder: Path) -> Summary:
 
     page = render(run_folder, config, steps, summary)
     write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    write_whole(run_folder / "report.html", page)
+    write_whole(run_folder / "report.html", page, errors="replace")
     return summary
 
 
@@ -137,13 +138,6 @@ def share(value: float | None) -> str:
         return "-"
     shown = f"{100 * value:.2f}"
     return f"{shown.rstrip('0').rstrip('.')} %" if value == 1 or shown != "100.00" else "> 99.99 %"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write the file whole or not at all. What UTF-8 has no bytes for becomes a question mark."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    partial.replace(path)
 
 
 def _ends(values: Sequence[Any]) -> Sequence[Any]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_r3.config import Config, EngineConfig, dump_config, require_trainable_sampling
-from agent_r3.envs.broker_client import check_broker
+from agent_r3.envs.backend import require_served
 from agent_r3.envs.datasets import join_tasks, load_tasks
-from agent_r3.envs.grading import require_gradable
-from agent_r3.envs.local import reap, require_backend
+from agent_r3.envs.local import reap
 from agent_r3.errors import AgentR3Error, ConfigError, ContractError, EngineError, UserError
 from agent_r3.held_set import evaluation_config
 from agent_r3.hfconfig import ModelInfo, check_tokenizer, read_model
@@ -82,12 +81,7 @@ def preflight(config: Config) -> tuple[Config, ModelInfo]:
     tasks = load_tasks(config.tasks)
     if evaluation is not None:
         tasks = join_tasks(tasks, load_tasks(evaluation.tasks))
-    for task in tasks:
-        require_gradable(task)
-    if config.sandbox.broker is not None:
-        check_broker(config.sandbox, tasks)
-    else:
-        require_backend(config.sandbox, tasks)
+    require_served(config.sandbox, tasks)
     if config.store.url is not None:
         check_url(connection_url(config.store))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})}), model

@@ -1,12 +1,13 @@
 """Where an episode gets its sandboxes and grades: from this process, or from a broker."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from agent_r3.config import GradingConfig, SandboxConfig
-from agent_r3.envs.broker_client import BrokerClient
+from agent_r3.envs.broker_client import BrokerClient, check_broker
 from agent_r3.envs.sandbox import Grading, SandboxProvider
+from agent_r3.types import Task
 
 
 class Backend(NamedTuple):
@@ -31,3 +32,17 @@ async def open_backend(
 
     async with open_pool(sandbox, run=run, owner=owner) as pool:
         yield Backend(pool, Grader(pool, grading))
+
+
+def require_served(sandbox: SandboxConfig, tasks: Sequence[Task]) -> None:
+    """Raises UserError for tasks that cannot be graded, or that neither this machine nor the broker can run."""
+    from agent_r3.envs.grading import require_gradable
+
+    for task in tasks:
+        require_gradable(task)
+    if sandbox.broker is not None:
+        check_broker(sandbox, tasks)
+        return
+    from agent_r3.envs.local import require_backend
+
+    require_backend(sandbox, tasks)

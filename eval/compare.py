@@ -12,7 +12,7 @@ from agent_r3.errors import DataError, UserError
 from agent_r3.eval import wording
 from agent_r3.eval.report import read_report
 from agent_r3.eval.summary import EFFORT, Instance, Report
-from agent_r3.report import write_whole
+from agent_r3.journal import write_whole
 from agent_r3.statistics import Difference, PassRate, paired_difference, pass_at_1
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def write_comparison(a: Path, b: Path, page: Path) -> Comparison:
     rendered = render(comparison)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page.with_suffix(".json"), json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n")
-    write_whole(page, rendered)
+    write_whole(page, rendered, errors="replace")
     return comparison
 
 

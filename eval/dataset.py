@@ -1,7 +1,6 @@
 """`dataset.json` of an evaluation: which instances there are to solve, and where each comes from, for the report."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_r3.config import TasksConfig
 from agent_r3.errors import DataError, boundary
+from agent_r3.journal import write_whole
 from agent_r3.types import Task
 
 _FILE = "dataset.json"
@@ -39,7 +39,8 @@ def write_dataset(folder: Path, tasks: Iterable[Task], config: TasksConfig) -> N
     instances = dict(read_dataset(folder))
     instances.update((task.id, InstanceInfo(task.id, task.repo, task.difficulty)) for task in tasks)
     content = _Dataset(config.dataset, config.split, tuple(instances.values()))
-    replace_text(folder / _FILE, json.dumps(asdict(content), indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / _FILE, json.dumps(asdict(content), indent=1) + "\n")
 
 
 def read_dataset(folder: Path) -> Mapping[str, InstanceInfo]:
@@ -57,11 +58,3 @@ def read_dataset(folder: Path) -> Mapping[str, InstanceInfo]:
     except ValidationError as exc:
         raise DataError(f"{path} is not of `agent-r3 eval`: {exc.errors()[0]['msg']}") from exc
     return {instance.id: instance for instance in instances}
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that others may be reading: they find the old text or the new one, and so does a killed process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

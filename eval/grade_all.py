@@ -2,19 +2,15 @@
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from agent_r3.config import Config
-from agent_r3.envs.backend import Backend, open_backend
-from agent_r3.envs.broker_client import check_broker
-from agent_r3.envs.grading import require_gradable
+from agent_r3.envs.backend import Backend, open_backend, require_served
 from agent_r3.envs.sandbox import Grading
 from agent_r3.errors import DataError
 from agent_r3.eval.folder import EvaluationFolder
@@ -22,12 +18,13 @@ from agent_r3.eval.grading import grade_prediction
 from agent_r3.eval.records import Failure, Graded, Prediction
 from agent_r3.eval.wording import counted
 from agent_r3.process import until_signalled
+from agent_r3.progress import ProgressLines
 from agent_r3.types import Task
 
 INTERRUPTED = 130  # exit code
 
 
-class Gradings:
+class Gradings(ProgressLines):
     """What has come of the gradings of one call, shown as it comes: a bar on a terminal, and a line for each."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
@@ -35,17 +32,7 @@ class Gradings:
         self.unfit: list[DataError] = []  # tasks that turned out not to be gradable
         self._total = total
         self._done = 0
-        self._console = console or Console()
-        self._began = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        super().__init__(console)
         self._task = self._bar.add_task("grading", total=total)
 
     def __enter__(self) -> "Gradings":
@@ -71,22 +58,13 @@ class Gradings:
         self._done += 1
         self._bar.update(self._task, completed=self._done)
         name = prediction.instance_id + (f", sample {prediction.sample}" if prediction.sample else "")
-        line = f"[{time.monotonic() - self._began:6.1f} s] {self._done}/{self._total} {name}: {said}"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.say(f"{self._done}/{self._total} {name}: {said}")
 
 
 def require_grading(config: Config, tasks: Sequence[Task]) -> None:
     """Raises UserError for all that can be known before anything is started."""
-    for task in tasks:
-        require_gradable(task)
-    if not tasks:
-        return
-    if config.sandbox.broker is not None:
-        check_broker(config.sandbox, tasks)
-    else:
-        from agent_r3.envs.local import require_backend  # behind a broker there is no Docker SDK
-
-        require_backend(config.sandbox, tasks)
+    if tasks:
+        require_served(config.sandbox, tasks)
 
 
 @asynccontextmanager

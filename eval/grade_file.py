@@ -7,11 +7,12 @@ from pathlib import Path
 from agent_r3.config import Config, TasksConfig, dump_config
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.errors import DataError, UserError, boundary
-from agent_r3.eval.dataset import replace_text, write_dataset
+from agent_r3.eval.dataset import write_dataset
 from agent_r3.eval.folder import EvaluationFolder
 from agent_r3.eval.grade_all import grade_into, require_grading
 from agent_r3.eval.predictions import read_predictions
 from agent_r3.eval.records import Prediction
+from agent_r3.journal import write_whole
 from agent_r3.types import Task
 
 _CLOSE = 0.6  # difflib's ratio from which an id is offered
@@ -68,7 +69,7 @@ def _write_config(out: Path, config: Config, predictions: Sequence[Prediction]) 
         "model": config.model.model_copy(update={"path": model}),
         "eval": config.eval.model_copy(update={"samples": samples}),
     }
-    replace_text(out / "config.yaml", dump_config(config.model_copy(update=described)))
+    write_whole(out / "config.yaml", dump_config(config.model_copy(update=described)))
 
 
 def _chosen(found: Sequence[Prediction], config: TasksConfig, path: Path) -> list[Prediction]:

@@ -1,18 +1,18 @@
 """Progress of an evaluation: rich bars on a terminal, one plain line a verdict in a log."""
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from agent_r3.eval.folder import EvaluationFolder
 from agent_r3.eval.records import Failure, Graded, Key, Prediction
+from agent_r3.progress import ProgressLines
+from agent_r3.statistics import instance_means
 
 
-class EvaluationProgress:
+class EvaluationProgress(ProgressLines):
     """`with EvaluationProgress(folder, episodes) as progress:`, where `episodes` is how many there are to be in all."""
 
     def __init__(self, folder: EvaluationFolder, episodes: int, console: Console | None = None) -> None:
@@ -20,17 +20,7 @@ class EvaluationProgress:
         graded = [folder.grade_of(prediction) for prediction in folder.predictions.values()]
         self._resolved = {verdict.key: verdict.verdict == "resolved" for verdict in graded if verdict is not None}
         self._total = episodes
-        self._console = console or Console()
-        self._began = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        super().__init__(console)
         self._episodes = self._bar.add_task("episodes", total=episodes)
         self._verdicts = self._bar.add_task("verdicts", total=episodes)
 
@@ -43,12 +33,6 @@ class EvaluationProgress:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """A line of its own, with the seconds since the start."""
-        self._console.print(
-            f"[{time.monotonic() - self._began:6.1f} s] {text}", highlight=False, markup=False, soft_wrap=True
-        )
 
     def predicted(self) -> None:
         """An episode has ended; its verdict is to come."""
@@ -86,5 +70,4 @@ def pass_at_1(resolved: Mapping[Key, bool]) -> float:
     samples: dict[str, list[bool]] = defaultdict(list)
     for (instance_id, _), verdict in resolved.items():
         samples[instance_id].append(verdict)
-    means = [sum(verdicts) / len(verdicts) for verdicts in samples.values()]
-    return sum(means) / len(means) if means else 0.0
+    return float(instance_means(list(samples.values())).mean()) if samples else 0.0

@@ -12,7 +12,8 @@ from agent_r3.eval.dataset import read_dataset
 from agent_r3.eval.folder import EvaluationFolder
 from agent_r3.eval.gold import gold_failures
 from agent_r3.eval.summary import Part, Report, summarize
-from agent_r3.report import read_config, write_whole
+from agent_r3.journal import write_whole
+from agent_r3.report import read_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +28,7 @@ def write_report(folder: Path, *, gold: Path | None = None) -> Report:
     report, config = read_report(folder, gold=gold)
     page = _page(folder, config, report)
     write_whole(folder / "report.json", json.dumps(asdict(report), indent=1, allow_nan=False) + "\n")
-    write_whole(folder / "report.html", page)
+    write_whole(folder / "report.html", page, errors="replace")
     return report
 
 

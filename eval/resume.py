@@ -6,8 +6,8 @@ from typing import Any
 
 from agent_r3.config import Config, dump_config, load_config
 from agent_r3.errors import ConfigError
-from agent_r3.eval.dataset import replace_text
 from agent_r3.eval.folder import EvaluationFolder
+from agent_r3.journal import write_whole
 
 # What decides where and how fast an evaluation runs, but not what comes out of it. All other keys must stay.
 _FREE = {
@@ -34,7 +34,7 @@ def settle_config(folder: EvaluationFolder, config: Config) -> None:
         require_agreement(load_config(path), config, str(folder.path))
     elif folder.predictions:
         raise ConfigError(f"{folder.path} has predictions but no config.yaml; choose another --out")
-    replace_text(path, dump_config(config))
+    write_whole(path, dump_config(config))
 
 
 def require_agreement(there: Config, now: Config, where: str) -> None:

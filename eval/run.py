@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_r3.config import Config
 from agent_r3.envs.datasets import load_tasks
-from agent_r3.errors import DataError
+from agent_r3.errors import DataError, first_failure
 from agent_r3.eval.dataset import write_dataset
 from agent_r3.eval.episodes import EpisodeRunner
 from agent_r3.eval.folder import EvaluationFolder
@@ -106,7 +106,7 @@ async def _run(config: Config, folder: EvaluationFolder, checked: Checked) -> No
                     async with open_model(config, checked.model, checked.engine_log) as model:
                         await EpisodeRunner(config, folder, model, provider, progress, verdicts.begin).run(work)
         except BaseExceptionGroup as failed:
-            raise _first(failed) from None
+            raise first_failure(failed) from None
 
 
 def missing(folder: EvaluationFolder, keys: Iterable[Key]) -> Counter[str]:
@@ -130,9 +130,3 @@ def _require_known(folder: EvaluationFolder, tasks: Iterable[Task]) -> None:
     for instance_id, _ in folder.predictions:
         if instance_id not in known:
             raise DataError(f"{folder.path} has a prediction for {instance_id}, which the dataset has not any more")
-
-
-def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that ended the others."""
-    first = failed.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

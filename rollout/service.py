@@ -13,7 +13,7 @@ from structlog.contextvars import bind_contextvars
 from agent_r3.config import Config
 from agent_r3.envs.backend import open_backend
 from agent_r3.envs.datasets import join_tasks, load_tasks
-from agent_r3.errors import ConfigError, EngineError
+from agent_r3.errors import ConfigError, EngineError, first_failure
 from agent_r3.heartbeat import Heartbeat
 from agent_r3.held_set import announcement, evaluation_config
 from agent_r3.hfconfig import ModelInfo, read_model
@@ -105,7 +105,7 @@ class _Service:
                 for worker in workers:
                     running.create_task(worker.run())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the first failure; it ended the others
+            raise first_failure(failed) from None
 
     async def _wait_for_engines(self, fleet: EngineFleet) -> None:
         """Until every server has answered as it must, for as long as one may take to start. Raises EngineError."""

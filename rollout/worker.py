@@ -19,7 +19,7 @@ from structlog.contextvars import bind_contextvars
 from agent_r3.archive import write_episode
 from agent_r3.config import Config
 from agent_r3.envs.sandbox import Grading, Sandbox, SandboxProvider
-from agent_r3.errors import ClaimLostError, EngineError, InfraError, SandboxError
+from agent_r3.errors import ClaimLostError, EngineError, InfraError, SandboxError, first_failure
 from agent_r3.rollout.client import EngineFleet
 from agent_r3.rollout.conversation import Agent
 from agent_r3.rollout.episode import Episode, run_episode
@@ -140,7 +140,7 @@ class RolloutWorker:
                     self._running[index] = groups.create_task(self._hold(index))
                     self._running[index].add_done_callback(lambda _: places.release())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the first failure; it ended the others
+            raise first_failure(failed) from None
 
     async def _claim(self) -> int | None:
         """The next group's index; None once the worker is drained."""

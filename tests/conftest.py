@@ -8,6 +8,7 @@ pytest_plugins = [
     "tests.support.tasks",
     "tests.support.swe_bench",
     "tests.support.trainer",
+    "tests.support.cli",
     "tests.support.predictions",
     "tests.support.private_engine",
     "tests.support.registry",

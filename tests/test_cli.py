@@ -7,37 +7,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from agent_r3.cli.main import app, main
+from agent_r3.cli.main import app
 from agent_r3.config import dump_config, load_config
 from agent_r3.types import Task
+from tests.support.cli import Cli
 from tests.support.engine import edit_config, save_tiny_moe
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "configs" / "tiny-cpu.yaml"
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `agent-r3 ARGS` in this process: (exit code, stdout, stderr)."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["agent-r3", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        out, err = capsys.readouterr()
-        return (code if isinstance(code, int) else 0), out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +45,9 @@ def config(tmp_path: Path, moe: Path, pathspec_task: Task) -> Path:
     return path
 
 
-def refused(run: Run, *args: object) -> str:
+def refused(cli: Cli, *args: object) -> str:
     """The one line with which the command is refused; exit code 2, nothing on stdout."""
-    code, out, err = run(*args)
+    code, out, err = cli(*args)
     lines = err.strip().splitlines()
     assert (code, len(lines)) == (2, 1), (code, out, err)
     assert lines[0].startswith("agent-r3: ")
@@ -97,8 +79,8 @@ def test_every_command_has_help_with_an_example() -> None:
         assert re.search(r"Example: .*(agent-r3|agent_r3)", text), f"{path} has no example"
 
 
-def test_dry_run_prints_a_config_that_reads_back_equal(run: Run, config: Path, tmp_path: Path) -> None:
-    code, out, _ = run("train", config, "train.lr=1e-6", "--dry-run")
+def test_dry_run_prints_a_config_that_reads_back_equal(cli: Cli, config: Path, tmp_path: Path) -> None:
+    code, out, _ = cli("train", config, "train.lr=1e-6", "--dry-run")
     assert code == 0
     again = tmp_path / "again.yaml"
     again.write_text(out)
@@ -132,58 +114,58 @@ def test_the_example_configs_are_valid(example: Path) -> None:
         (["engine.routed_experts=false"], "train.routing is r3 but engine.routed_experts is off"),
     ],
 )
-def test_bad_config_is_one_line_and_exit_code_2(run: Run, config: Path, args: list[str], said: str) -> None:
-    assert said in refused(run, "train", config, *args)
+def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: Path, args: list[str], said: str) -> None:
+    assert said in refused(cli, "train", config, *args)
     assert not (config.parent / "runs").exists(), "nothing may be started or written"
 
 
-def test_a_missing_config_file_is_named(run: Run, tmp_path: Path) -> None:
-    assert "is not there" in refused(run, "train", tmp_path / "no.yaml")
+def test_a_missing_config_file_is_named(cli: Cli, tmp_path: Path) -> None:
+    assert "is not there" in refused(cli, "train", tmp_path / "no.yaml")
 
 
-def test_a_dense_model_cannot_be_trained_with_r3(run: Run, config: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_dense_model_cannot_be_trained_with_r3(cli: Cli, config: Path, moe: Path, tmp_path: Path) -> None:
     dense = shutil.copytree(moe, tmp_path / "dense")
     edit_config(dense, num_experts=0, num_experts_per_tok=0)
-    assert "is not a Mixture-of-Experts model" in refused(run, "train", config, f"model.path={dense}")
+    assert "is not a Mixture-of-Experts model" in refused(cli, "train", config, f"model.path={dense}")
 
 
-def test_a_tokenizer_of_another_model_is_refused(run: Run, config: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(cli: Cli, config: Path, moe: Path, tmp_path: Path) -> None:
     other = shutil.copytree(moe, tmp_path / "other")
     edit_config(other, vocab_size=100)
-    assert "does not match the model" in refused(run, "train", config, f"model.path={other}")
+    assert "does not match the model" in refused(cli, "train", config, f"model.path={other}")
 
 
-def test_a_port_in_use_is_told_before_the_roles_work(run: Run, config: Path) -> None:
+def test_a_port_in_use_is_told_before_the_roles_work(cli: Cli, config: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in refused(run, "train", config, f"engine.port={port}")
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(cli, "train", config, f"engine.port={port}")
 
 
-def test_engines_that_are_not_there_end_the_run_at_start_in_one_line(run: Run, config: Path) -> None:
-    line = refused(run, "train", config, "engine.urls=[http://127.0.0.1:1]")
+def test_engines_that_are_not_there_end_the_run_at_start_in_one_line(cli: Cli, config: Path) -> None:
+    line = refused(cli, "train", config, "engine.urls=[http://127.0.0.1:1]")
     assert "engine.urls: engine http://127.0.0.1:1 is not reachable" in line
 
 
-def test_a_row_without_a_column_is_named_with_its_place(run: Run, config: Path, tmp_path: Path) -> None:
+def test_a_row_without_a_column_is_named_with_its_place(cli: Cli, config: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"repo_name": "x"}) + "\n")
-    line = refused(run, "train", config, f"tasks.dataset={rows}", "tasks.include=[]")
+    line = refused(cli, "train", config, f"tasks.dataset={rows}", "tasks.include=[]")
     assert "row 1" in line and "docker_image" in line
 
 
-def test_a_run_folder_is_never_overwritten_unasked(run: Run, config: Path, tmp_path: Path) -> None:
+def test_a_run_folder_is_never_overwritten_unasked(cli: Cli, config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "cli"
     folder.mkdir(parents=True)
     (folder / "precious").write_text("x")
-    assert "--resume goes on, --overwrite deletes it" in refused(run, "train", config)
+    assert "--resume goes on, --overwrite deletes it" in refused(cli, "train", config)
     assert (folder / "precious").exists()
 
 
-def test_doctor_names_every_part_and_says_what_to_do(run: Run) -> None:
+def test_doctor_names_every_part_and_says_what_to_do(cli: Cli) -> None:
     began = time.monotonic()
-    code, out, _ = run("doctor", "--json")
+    code, out, _ = cli("doctor", "--json")
     findings = {finding["part"]: finding for finding in json.loads(out)}
     assert code == 0
     assert {"python", "torch", "sglang", "megatron-core", "verl", "docker engine", "embedded store"} <= findings.keys()
@@ -191,17 +173,17 @@ def test_doctor_names_every_part_and_says_what_to_do(run: Run) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_doctor_fails_and_says_how_without_docker_and_bwrap(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_and_says_how_without_docker_and_bwrap(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     monkeypatch.setenv("PATH", "")
-    code, out, _ = run("doctor", "--json")
+    code, out, _ = cli("doctor", "--json")
     (docker,) = (finding for finding in json.loads(out) if finding["part"] == "docker engine")
     assert code == 1
     assert not docker["ok"] and "docker/engine.sh" in docker["advice"]
 
 
 def test_training_without_docker_is_refused_in_one_line(
-    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    assert "no Docker engine" in refused(run, "train", config, "sandbox.kind=docker")
+    assert "no Docker engine" in refused(cli, "train", config, "sandbox.kind=docker")

@@ -12,7 +12,8 @@ from agent_r3.errors import DataError
 from agent_r3.eval.folder import EvaluationFolder
 from agent_r3.eval.gold import gold_failures, gold_unknown
 from agent_r3.eval.records import Prediction
-from tests.support.predictions import LONG, Cli, write_lines
+from tests.support.cli import Cli
+from tests.support.predictions import LONG, write_lines
 from tests.support.tasks import MISTUNE, PATHSPEC
 
 pytestmark = pytest.mark.docker

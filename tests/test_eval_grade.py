@@ -15,7 +15,8 @@ from agent_r3.config import load_config
 from agent_r3.envs.commits import file_diff, patch_of
 from agent_r3.eval.dataset import InstanceInfo, read_dataset
 from agent_r3.eval.folder import EvaluationFolder
-from tests.support.predictions import LONG, Cli, entry, verdicts, write_lines
+from tests.support.cli import Cli
+from tests.support.predictions import LONG, entry, verdicts, write_lines
 from tests.support.tasks import MISTUNE, PATHSPEC
 from tests.support.tiny_image import make_tiny_image
 

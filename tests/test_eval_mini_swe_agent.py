@@ -13,7 +13,8 @@ import yaml
 
 from agent_r3.types import Task
 from benchmarks.sandbox_peers import install_peers
-from tests.support.predictions import Cli, verdicts, write_lines
+from tests.support.cli import Cli
+from tests.support.predictions import verdicts, write_lines
 from tests.support.tasks import MISTUNE, PATHSPEC
 
 pytestmark = pytest.mark.docker

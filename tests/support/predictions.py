@@ -1,36 +1,17 @@
-"""`agent-r3` in this process, and predictions files for a dataset of built offline tasks."""
+"""Predictions files for a dataset of built offline tasks."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_r3.cli.main import main
 from agent_r3.envs.offline import offline_spec_path, rows_path
 from agent_r3.types import Task
 from tests.support.tasks import MISTUNE, PATHSPEC
 
 LONG = "mistune/" * 40 + "3.1.1"  # an id that no file can be named after
-
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run `agent-r3 ARGS` in this process: (exit code, stdout, stderr)."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["agent-r3", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
