@@ -3,7 +3,7 @@
 RUN := .venv/bin
 SEED ?= 0
 
-.PHONY: help setup demo images test check lint bench chaos-sandbox chaos-stack clean
+.PHONY: help setup demo images stack test check lint bench chaos-sandbox chaos-stack clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,13 @@ lint: ## ruff, mypy strict, import-linter
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+
+stack: setup ## build all that the docker-compose stack needs, and bring it up (docs/stack.md)
+	$(RUN)/agent-r3 tasks build --for configs/stack-cpu.yaml
+	$(RUN)/agent-r3 model tiny
+	@scripts/images.sh
+	@scripts/stack-secrets.sh
+	docker compose up --wait
 
 bench: setup ## every benchmark, as JSON lines
 	$(RUN)/agent-r3 bench r3 --json

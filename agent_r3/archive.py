@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from agent_r3.errors import ContractError, DataError, boundary
+from agent_r3.journal import usual_mode
 from agent_r3.trajectory import TrajectoryEnd, TurnRecord, engine_counters, splice
 from agent_r3.types import Ending, Grade, Observation, Outcome, Routing, ToolCall, Trajectory, Turn
 
@@ -132,6 +133,7 @@ def write_episode(
     path = _place(run_folder, step, trajectory_id, _ARRAYS)
     partial = _partial(path)
     save_file(tensors, partial, metadata)
+    usual_mode(partial)
     partial.replace(path)
     return path
 

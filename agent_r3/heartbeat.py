@@ -12,12 +12,11 @@ import redis
 from agent_r3.config import StoreConfig
 from agent_r3.store.connection import FOREIGN, connect, connection_url
 from agent_r3.store.scripts import BEAT, Keys
-from agent_r3.store.shared import dump
+from agent_r3.store.shared import ENDED_STATES, dump
 
 EVERY_S = 2.0
 _LATE_S = 15.0
 _ANSWER_S = 5.0  # of the store to one beat
-STOPPED = ("done", "stopped")  # states of a role that has ended as it should
 
 Payload = Callable[[], Mapping[str, object]]
 
@@ -58,7 +57,7 @@ class Heartbeat:
         self._stopping.set()
         self._thread.join(2 * _ANSWER_S)
         if self.problem() is None:
-            self._beat({} if self._payload().get("state") in STOPPED else {"state": "stopped"})
+            self._beat({} if self._payload().get("state") in ENDED_STATES else {"state": "stopped"})
         self._client.close()
 
     def problem(self) -> str | None:

@@ -1,4 +1,7 @@
-"""Files that survive a kill: JSON lines, on disk when `append` returns, and files written whole or not at all."""
+"""Files that survive a kill: JSON lines, on disk when `append` returns, and files written whole or not at all.
+
+And files that others may read.
+"""
 
 import json
 import os
@@ -70,3 +73,8 @@ def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8", errors=errors)
     partial.replace(path)
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode that new files have in its folder: safetensors 0.8 makes its own 0600."""
+    path.chmod(path.parent.stat().st_mode & 0o666)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agent_r3.store.shared import RoleState
+from agent_r3.store.shared import ENDED_STATES, RoleState
 from agent_r3.store.status_reader import RunReading, WaitingGroup
+from agent_r3.store.writer import STALE_S
 
 LATE_S = 10.0  # five heartbeats missed
-GONE_S = 30.0  # from then on its claims are handed to others
-_ENDED = ("done", "stopped")  # last words of a role that ended as it should, see agent_r3.heartbeat
+GONE_S = STALE_S  # from then on its claims are handed to others
 _FORGOTTEN_S = 3_600.0  # a worker that was replaced by one of another name is no news forever
 _NEARLY_FULL = 0.9
 
@@ -188,7 +188,7 @@ def _rates_since_start(roles: Sequence[RoleStatus]) -> Rates:
 def _role(name: str, state: RoleState, reading: RunReading) -> RoleStatus:
     payload = state.payload
     said = payload.get("state")
-    if isinstance(said, str) and said in _ENDED:
+    if isinstance(said, str) and said in ENDED_STATES:
         alive = "ended"
     else:
         alive = "alive" if state.age_s <= LATE_S else "late" if state.age_s <= GONE_S else "gone"

@@ -1,5 +1,7 @@
 """`agent-r3 serve` as a service: an engine that takes part in a run, and comes back with the run's policy."""
 
+import asyncio
+import math
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -8,24 +10,26 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from agent_r3.config import Config
-from agent_r3.errors import ContractError
+from agent_r3.errors import ContractError, EngineError, first_failure
 from agent_r3.heartbeat import Heartbeat
 from agent_r3.hfconfig import read_model
 from agent_r3.process import until_signalled
 from agent_r3.rollout.launcher import EngineServer
 from agent_r3.store import Policy, TrajectoryWriter, connection_url
 from agent_r3.telemetry import Health, Telemetry, serve_telemetry
+from agent_r3.weight_load import load_weights
 
 log = structlog.get_logger(__name__)
 
 _ASK_S = 5.0
+_FOLLOW_S = 5.0
 
 
 async def serve_engine(config: Config, name: str, *, weight_version: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises UserError at start, EngineError when the server dies.
 
-    With `store.url` it serves the policy that the run is at; `model.path` as version `weight_version` where there is
-    none yet, or no store.
+    With `store.url` it serves the policy that the run is at, and comes after it where a push passed it by; `model.path`
+    as version `weight_version` where there is none yet, or no store.
     """
     bind_contextvars(run=config.run.name, role="engine")
     await until_signalled(_Service(config, name).run(Policy(weight_version, config.model.path)))
@@ -64,7 +68,31 @@ class _Service:
             self._server, self._state, self._health.starting = server, "serving", None
             self._health.checks.append(self._silent)
             print(f"serving at {server.url}", flush=True)
-            await server.watch()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(server.watch())
+                    if config.store.url:
+                        tasks.create_task(self._follow(server))
+            except BaseExceptionGroup as failed:
+                raise first_failure(failed) from None
+
+    async def _follow(self, server: EngineServer) -> None:
+        """Load the run's policy when it is newer than what is served: it was pushed while this server was starting."""
+        config = self._config
+        async with TrajectoryWriter.connect(connection_url(config.store), config.run.name, retry_s=math.inf) as store:
+            while True:
+                await asyncio.sleep(_FOLLOW_S)
+                policy = await _policy(store)
+                await asyncio.to_thread(self._silent)
+                if policy is None or self._version is None or policy.version <= self._version:
+                    continue
+                log.warning("a push was missed", policy_version=policy.version, served=self._version)
+                try:
+                    await asyncio.to_thread(
+                        load_weights, server.url, policy.version, Path(policy.weights), retry_s=_ASK_S
+                    )
+                except (EngineError, ContractError) as exc:  # the trainer may be pushing the next one
+                    log.warning("the policy was not loaded", policy_version=policy.version, reason=str(exc))
 
     def _payload(self) -> dict[str, object]:
         """Of the heartbeat. `url` is where the other roles find this server."""
@@ -88,11 +116,17 @@ class _Service:
 async def current_policy(config: Config) -> Policy | None:
     """The policy that the run is at; None before its trainer has published one, or where its weights are gone."""
     async with TrajectoryWriter.connect(connection_url(config.store), config.run.name) as store:
-        try:
-            policy = await store.policy()
-        except ContractError:
-            return None
+        policy = await _policy(store)
+    if policy is None:
+        return None
     if Path(policy.weights).is_dir():
         return policy
     log.warning("the weights of the run's policy are gone", weights=policy.weights, policy_version=policy.version)
     return None
+
+
+async def _policy(store: TrajectoryWriter) -> Policy | None:
+    try:
+        return await store.policy()
+    except ContractError:  # none was published yet
+        return None

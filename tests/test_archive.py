@@ -52,6 +52,7 @@ def write(folder: Path, step: int = 3, name: str = "g000001-00", turns: list[Tur
 def test_an_episode_comes_back_with_its_arrays_and_its_text(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert path == tmp_path / "trajectories" / "step_3" / "g000001-00.safetensors"
+    assert path.stat().st_mode & 0o666 == path.parent.stat().st_mode & 0o666  # whoever may enter the folder may read
     episode = read_episode(path)
     ids = [part for turn in TURNS for part in (turn.prompt_ids, turn.sampled_ids)]
     assert np.array_equal(episode.trajectory.tokens, np.concatenate(ids))

@@ -158,6 +158,7 @@ def test_the_stacks_demo_is_the_demo() -> None:
     demo = yaml.safe_load((ROOT / "configs" / "tiny-cpu.yaml").read_text())
     stack = yaml.safe_load((ROOT / "configs" / "stack-cpu.yaml").read_text())
     assert stack["train"].pop("save_every") == 1 and demo["train"].pop("save_every") == 0
+    assert stack["rollout"].pop("retries") == 5
     for section in ("model", "tasks", "agent", "engine", "rollout", "grading", "train"):
         assert stack[section] == demo[section], section
 

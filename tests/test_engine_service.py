@@ -61,6 +61,15 @@ def test_an_engine_started_in_a_run_serves_its_policy_and_shows_itself(
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             assert payload["policy_version"] == 4 and payload["url"] == engine
+
+            # The trainer published one while nobody pushed it here.
+            newer = shutil.copytree(tiny_moe, tmp_path / "weights" / "v000005")
+            reader.set_policy(5, str(newer))
+            deadline = time.monotonic() + 60
+            while (served := json.loads(fetch(f"{engine}/model_info")[1]))["weight_version"] != "5":
+                assert time.monotonic() < deadline, served
+                time.sleep(0.2)
+            assert served["model_path"] == str(newer)
             serve.terminate()
             assert serve.wait(30) == 0
         finally:

@@ -39,6 +39,7 @@ def test_saved_folder_is_whole_and_read_by_hugging_face(moe_folder: Path, tmp_pa
     assert {file.name for file in out.iterdir()} == {file.name for file in moe_folder.iterdir()}
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert (out / "tokenizer.json").read_bytes() == (moe_folder / "tokenizer.json").read_bytes()
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # an engine of another user reads them too
     with torch.no_grad():
         expected = HfReference(out).logprobs(pack, pack.routing)
     assert (policy.logprobs([pack], replay=True)[0].logprobs - expected).abs().max() <= 1e-4

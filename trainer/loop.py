@@ -59,10 +59,18 @@ T = TypeVar("T")
 _WAITING = "waiting"  # rank 0 says so regularly: no collective may time out during a long rollout
 
 
-def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: bool = False) -> None:
+def main(
+    config: Config,
+    store_url: str,
+    engine_urls: Sequence[str],
+    *,
+    resume: bool = False,
+    finish: Callable[[], None] = lambda: None,
+) -> None:
     """Train until `train.steps`, or until SIGTERM or SIGINT: then up to the next step boundary, with a checkpoint.
 
-    One process per rank (torchrun), or one alone. Raises UserError for what can be mended before the first step.
+    One process per rank (torchrun), or one alone. Rank 0 calls `finish` at the end, while it still answers /healthz and
+    /metrics. Raises UserError for what can be mended before the first step.
     """
     require_trainable_sampling(config.sampling)
     check_tracking(config.track)
@@ -91,6 +99,8 @@ def main(config: Config, store_url: str, engine_urls: Sequence[str], *, resume: 
             trainer.evaluate_with(held, evaluation)
         trainer.open(stack)
         trainer.run()
+        if rank == 0:
+            finish()
 
 
 class Trainer:
@@ -141,9 +151,9 @@ class Trainer:
         if self._evaluator is not None:
             began = self.state.step if self._resume else -1
             self._evaluator.take_up(lost_after=None if self._served >= 0 else began)
-        self._push()
         self._role.at(self.state)
-        self._role.health.starting = None
+        self._role.health.starting = None  # the first push waits for the engines, which say so themselves
+        self._push()
         for line in read_metrics(self._config.run.folder)[-1:]:
             self._role.figures(line)
 

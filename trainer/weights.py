@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from agent_r3.errors import DataError, boundary
 from agent_r3.hfconfig import read_model
+from agent_r3.journal import usual_mode
 from agent_r3.types import MoEShape
 
 SHARD_BYTES = 4 << 30
@@ -160,7 +161,9 @@ def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, sha
     dtype = torch.float32
 
     def flush() -> None:
-        save_file(shard, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        part = folder / f"part-{len(files)}"
+        save_file(shard, part, metadata={"format": "pt"})
+        usual_mode(part)
         files.append(list(shard))
         shard.clear()
 

@@ -60,13 +60,18 @@ def _rejoin(config: "Config", url: str) -> None:
     leads = int(os.environ.get("RANK", "0")) == 0
     folder = config.run.folder
     found = standing(config)
+
+    def finish() -> None:
+        if standing(config) == "done":
+            write_report(folder)
+            log.info("the run has made all its steps", steps=config.train.steps, report=str(folder / "report.html"))
+
     if leads:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config))
     if found != "done":
         from agent_r3.trainer.loop import main
 
-        main(config, url, config.engine.urls, resume=found == "going_on")
-    if leads and standing(config) == "done":
-        write_report(folder)
-        log.info("the run has made all its steps", steps=config.train.steps, report=str(folder / "report.html"))
+        main(config, url, config.engine.urls, resume=found == "going_on", finish=finish)
+    elif leads:
+        finish()

@@ -8,6 +8,7 @@ from agent_r3.errors import ContractError
 from agent_r3.trajectory import TrajectoryEnd
 from agent_r3.types import Ending, TrajectoryGroup
 
+ENDED_STATES = ("done", "stopped")  # last words of a role that has ended as it should
 CONSUMER_GROUP = "trainer"
 _COUNTERS = ("prompt_tokens", "cached_tokens", "reprefilled_tokens")
 

@@ -112,7 +112,6 @@ def write_random_weights(folder: Path, recipe: WarmStart) -> None:
     ones("model.norm.weight", hidden)
     normal("lm_head.weight", vocab, hidden)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # from 0600: services of other users read it
 
 
 def load_episodes(path: Path) -> list[Trajectory]:
