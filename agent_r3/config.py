@@ -78,6 +78,9 @@ class SandboxConfig(Section):
     """Most that a sandbox may write in all; one that is found above it is ended as an infrastructure failure."""
     disk_floor: str = "2g"
     """Free space below which unused pulled images are removed and, where that is not enough, no sandbox is started."""
+    docker_disk: Path | None = None
+    """Folder on the disk that `disk_floor` is about, where the Docker engine's own data folder is out of sight: for a
+    broker in a container, any of its named volumes."""
     watch_s: float = Field(default=30.0, gt=0)
     """Seconds between looks at disk use and left-over sandboxes."""
     network: bool = False

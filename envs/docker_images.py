@@ -46,7 +46,7 @@ class DockerImages:
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._planned: set[str] = set()
         self._collecting = asyncio.Lock()
-        self._root: Path | None = None  # the engine's data, where it lies on this machine
+        self._root: Path | None = None  # on the disk of the engine's data, where that can be seen
         self._marks: Path | None = None
 
     async def ahead(self, task: Task) -> None:
@@ -157,7 +157,8 @@ class DockerImages:
             with engine_boundary("ask the engine for its data folder"):
                 info = await self._threads.call(self._api.info)
             root = Path(info["DockerRootDir"])
-            self._root = root if info["Name"] == socket.gethostname() and root.is_dir() else None
+            seen = info["Name"] == socket.gethostname() and root.is_dir()
+            self._root = self._config.docker_disk or (root if seen else None)
             self._marks = cache_dir() / "pulled" / quote(info["ID"], safe="")
             self._marks.mkdir(parents=True, exist_ok=True)
         return self._root

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,20 @@ async def test_below_the_floor_unused_pulled_images_go_and_nothing_else(
             await pool.acquire_for_grading(make_task(planned))
         assert names(engine) == {planned, recent, busy, users, "agent-r3/task:x"}
     engine.remove_container(container)
+
+
+async def test_the_floor_is_of_the_disk_that_the_config_names(
+    engine: docker.APIClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a container the engine's own folder is out of sight."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "container")
+    make_tiny_image(engine, "agent-r3-test/tiny:latest")
+    task = make_task("agent-r3-test/tiny:latest")
+    async with open_pool(SandboxConfig(disk_floor="100000g")) as pool:  # no folder is known to look at
+        assert await says_hello(pool, task.image)
+    async with open_pool(SandboxConfig(disk_floor="100000g", docker_disk=tmp_path)) as pool:
+        with pytest.raises(DiskFullError, match=f"MiB are free at {tmp_path}, less than sandbox.disk_floor"):
+            await pool.acquire_for_grading(task)
 
 
 async def test_images_go_by_age_until_enough_is_free(
