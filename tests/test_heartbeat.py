@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,67 @@ def test_a_role_is_alive_from_the_first_moment_until_it_says_that_it_has_stopped
         until("the next beat", lambda: role(store_url).payload["episodes"] == 4, 3 * EVERY_S)
         assert heartbeat.problem() is None
     assert role(store_url).payload["state"] == "stopped"
+
+
+class TestARoleOfWhichThereIsOne:
+    """A second trainer is kept out; whoever takes the role over shuts the former out."""
+
+    def trainer(self, url: str) -> Heartbeat:
+        return Heartbeat(StoreConfig(url=url), "run", "trainer", lambda: {"state": "training"}, alone=True)
+
+    def pretend(self, url: str, **payload: object) -> None:
+        """A process of another machine beats once."""
+        with GroupReader.connect(url, "run") as reader:
+            known = {"state": "training", "host": "elsewhere", "pid": 7, "token": "other"}
+            reader.heartbeat("trainer", known | payload)
+
+    def test_a_second_one_is_refused_while_the_first_beats(self, store_url: str) -> None:
+        beating = threading.Event()
+
+        def beat() -> None:
+            while not beating.wait(1.0):
+                self.pretend(store_url)
+
+        self.pretend(store_url)
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            said = "run run has another trainer: process 7 on elsewhere; there can be one"
+            with pytest.raises(UserError, match=said), self.trainer(store_url):
+                raise AssertionError("there are two")
+        finally:
+            beating.set()
+            thread.join()
+        assert role(store_url, "trainer").payload["token"] == "other"
+
+    def test_one_that_has_ended_or_is_silent_is_followed(self, store_url: str) -> None:
+        self.pretend(store_url, state="stopped")
+        began = time.monotonic()
+        with self.trainer(store_url) as heartbeat:
+            heartbeat.require_alone()
+        assert time.monotonic() - began < 5
+        self.pretend(store_url)
+        with self.trainer(store_url) as heartbeat:
+            heartbeat.require_alone()
+        assert 9 < time.monotonic() - began < 60
+
+    @pytest.mark.parametrize("pid", ["gone", "mine"])
+    def test_a_killed_one_of_this_machine_is_followed_at_once(self, store_url: str, pid: str) -> None:
+        child = subprocess.Popen(["true"])
+        child.wait()
+        self.pretend(store_url, host=socket.gethostname(), pid=child.pid if pid == "gone" else os.getpid())
+        began = time.monotonic()
+        with self.trainer(store_url) as heartbeat:
+            heartbeat.require_alone()
+        assert time.monotonic() - began < 5
+
+    def test_the_former_one_learns_of_it_and_says_no_more(self, store_url: str) -> None:
+        with self.trainer(store_url) as heartbeat:
+            heartbeat.require_alone()
+            self.pretend(store_url)  # as after a pause in which another came
+            with pytest.raises(UserError, match="another trainer"):
+                heartbeat.require_alone()
+        assert role(store_url, "trainer").payload["state"] == "training"
 
 
 def test_a_role_that_is_done_stays_done(store_url: str) -> None:

@@ -7,7 +7,8 @@ A group is acknowledged once a checkpoint holds its step. A trainer that is kill
 groups since then are delivered again, in the same order and under the same versions, so none is lost and none counts
 twice; until it has caught up, the engines keep the newer policy that they serve. With `train.save_every=0` there is no
 checkpoint to come back to, and groups are acknowledged after their step. One that is killed before its first
-checkpoint goes on at the start in the same way, since the store still has every group.
+checkpoint goes on at the start in the same way, since the store still has every group. There is one trainer at a time:
+before it publishes, saves or acknowledges, rank 0 asks the store whether another process has taken its role.
 
 With `eval.every` the policy is evaluated on a held set between steps (`trainer/evaluation.py`), while no training
 episode runs. The figures stand in the line of the step that starts from that policy.
@@ -82,8 +83,9 @@ def main(
         stack.enter_context(tracing(config.track, "trainer", run=config.run.name, rank=rank))
         if rank == 0:
             stack.enter_context(serve_telemetry(config.service, role.telemetry, role.health))
-            heartbeat = Heartbeat(config.store, config.run.name, "trainer", role.payload)
+            heartbeat = Heartbeat(config.store, config.run.name, "trainer", role.payload, alone=True)
             role.health.checks.append(stack.enter_context(heartbeat).problem)
+            role.require_alone = heartbeat.require_alone
         load_verl()  # now, while the engines start, rather than in the first step
         policy = Policy.from_pretrained(
             Path(config.model.path),
@@ -313,6 +315,7 @@ class Trainer:
     def _idle(self) -> None:
         if self._stopping:
             raise Stopped
+        self._role.require_alone()
         ranks.share(_WAITING)
 
     def _push(self) -> None:
@@ -323,13 +326,16 @@ class Trainer:
         if not self._leads:
             self._policy.save_hf(self._publisher.folder(version))
         else:
+            self._role.require_alone()
             folder = self._publisher.push(version, self._policy.save_hf)
+            self._role.require_alone()
             self._store.set_policy(version, str(folder))
             self._publisher.prune(keep=version)
         self._served = version
 
     def _save(self) -> None:
         self._role.state = "saving"
+        self._role.require_alone()
         with self._timed("checkpoint"):
             self._checkpoints.save(self.state, self._policy.save)
         self._saved_step = self.state.step
@@ -337,6 +343,7 @@ class Trainer:
 
     def _acknowledge(self) -> None:
         if self._leads:
+            self._role.require_alone()
             self._store.ack(self._unsafe)
         self._unsafe = []
 

@@ -1,6 +1,6 @@
 """The trainer as a service: what it shows while it runs, and where its run stands when it is started again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from agent_r3.config import Config
@@ -18,6 +18,8 @@ class TrainerRole:
         self.telemetry = Telemetry("trainer", run)
         self.health = Health()
         self.state = "starting"  # then waiting, training, evaluating, saving; done or stopped
+        self.require_alone: Callable[[], None] = lambda: None
+        """Raises UserError when another process trains this run by now: nothing of ours may be published any more."""
         self._step = self._policy_version = 0
 
     def payload(self) -> dict[str, object]:

@@ -210,10 +210,20 @@ redis.call('HDEL', KEYS[1], ARGV[1])
 return {'ok'}
 """)
 
-# KEYS roles; ARGV role, payload
+# KEYS roles; ARGV role, payload, and for a role of which there is one: token of the process, which is in its payload as
+# well, and seconds after which the role of a silent process is free
 BEAT = """
 local time = redis.call('TIME')
 local now = string.format('%s.%06d', time[1], tonumber(time[2]))
+local held = ARGV[3] and redis.call('HGET', KEYS[1], ARGV[1])
+if held then
+  held = cjson.decode(held)
+  local by, state = held.payload, held.payload.state
+  local ended = state == 'done' or state == 'stopped'
+  if by.token ~= ARGV[3] and not ended and tonumber(now) - held.time <= tonumber(ARGV[4]) then
+    return {'held', tostring(by.host), tostring(by.pid)}
+  end
+end
 redis.call('HSET', KEYS[1], ARGV[1], '{"time":' .. now .. ',"payload":' .. ARGV[2] .. '}')
 return {'ok'}
 """
