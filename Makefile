@@ -23,6 +23,7 @@ images: ## build the images of the docker-compose stack (IMAGES="rollout broker"
 
 test: setup ## lint, types, layers and every test, against real Docker, Redis, SGLang and Megatron
 	@scripts/test-services.sh
+	@scripts/docker-plugins.sh
 	@$(MAKE) --no-print-directory lint
 	$(RUN)/pytest
 

@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import importlib.util
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 from agent_r3.errors import UserError
 
 _DISK_GIB = 10
+_COMPOSE = (2, 24)  # from there on an env_file may be missing
 _PINNED = ("torch", "sglang", "megatron-core", "verl", "swebench", "transformers", "redis", "docker")
 
 
@@ -28,7 +31,17 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Every check, quick ones first. Never raises for something that is missing."""
-    checks: list[Callable[[], list[Finding]]] = [_python, _packages, _docker, _store, _device, _tasks, _tiny, _disk]
+    checks: list[Callable[[], list[Finding]]] = [
+        _python,
+        _packages,
+        _docker,
+        _compose,
+        _store,
+        _device,
+        _tasks,
+        _tiny,
+        _disk,
+    ]
     return [finding for check in checks for finding in check()]
 
 
@@ -62,6 +75,25 @@ def _docker() -> list[Finding]:
         Finding("docker engine", no_docker is None, no_docker or "answers", docker_advice, no_bwrap is None),
         Finding("bwrap", no_bwrap is None, no_bwrap or f"works; {limits_found()}", bwrap_advice, True),
     ]
+
+
+def _compose() -> list[Finding]:
+    """Docker's plugins, which only the docker-compose stack needs."""
+    compose, buildx = _version_of("docker", "compose", "version", "--short"), _version_of("docker", "buildx", "version")
+    shown = [".".join(map(str, version)) or "missing" for version in (compose, buildx)]
+    ok = compose >= _COMPOSE and bool(buildx)
+    advice = f"only for `make stack`, which wants compose {_COMPOSE[0]}.{_COMPOSE[1]}: run scripts/docker-plugins.sh"
+    return [Finding("docker compose", ok, "compose {}, buildx {}".format(*shown), "" if ok else advice, True)]
+
+
+def _version_of(*command: str) -> tuple[int, ...]:
+    """The first version that a command prints; () when it fails or there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return ()
+    match = re.search(r"\d+(\.\d+)+", done.stdout) if done.returncode == 0 else None
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _store() -> list[Finding]:

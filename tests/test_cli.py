@@ -169,6 +169,7 @@ def test_doctor_names_every_part_and_says_what_to_do(cli: Cli) -> None:
     findings = {finding["part"]: finding for finding in json.loads(out)}
     assert code == 0
     assert {"python", "torch", "sglang", "megatron-core", "verl", "docker engine", "embedded store"} <= findings.keys()
+    assert findings["docker compose"]["ok"] and "compose 2." in findings["docker compose"]["found"]
     assert all(finding["ok"] or finding["advice"] for finding in findings.values())
     assert time.monotonic() - began < 60
 
@@ -177,9 +178,11 @@ def test_doctor_fails_and_says_how_without_docker_and_bwrap(cli: Cli, monkeypatc
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     monkeypatch.setenv("PATH", "")
     code, out, _ = cli("doctor", "--json")
-    (docker,) = (finding for finding in json.loads(out) if finding["part"] == "docker engine")
+    findings = {finding["part"]: finding for finding in json.loads(out)}
+    docker, compose = findings["docker engine"], findings["docker compose"]
     assert code == 1
     assert not docker["ok"] and "docker/engine.sh" in docker["advice"]
+    assert compose["found"] == "compose missing, buildx missing" and "scripts/docker-plugins.sh" in compose["advice"]
 
 
 def test_training_without_docker_is_refused_in_one_line(

@@ -265,14 +265,6 @@ def test_the_dashboards_panels_do_not_overlap() -> None:
 # --- docker compose itself
 
 
-def has_compose() -> bool:
-    if shutil.which("docker") is None:
-        return False
-    return (
-        subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=60, check=False).returncode == 0
-    )
-
-
 def composed(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str]:
     chosen = [part for file in files for part in ("-f", str(ROOT / file))]
     command = ["docker", "compose", "--env-file", os.devnull, *chosen, "config", "-q"]
@@ -280,18 +272,17 @@ def composed(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=kept | env, capture_output=True, text=True, timeout=60, check=False)
 
 
-needs_compose = pytest.mark.skipif(not has_compose(), reason="docker compose is not installed")
 _SET = {"DOCKER_GID": "1", "AGENT_R3_CACHE": "/cache", "AGENT_R3_MODEL": "/model"}
 
 
-@needs_compose
+@pytest.mark.docker
 def test_compose_accepts_the_files() -> None:
     assert composed(_SET, "docker-compose.yml").returncode == 0
     gpu = composed({**_SET, "TASKS_FILE": "/t.parquet"}, "docker-compose.yml", "docker-compose.gpu.yml")
     assert gpu.returncode == 0, gpu.stderr
 
 
-@needs_compose
+@pytest.mark.docker
 @pytest.mark.parametrize("missing", sorted(_SET))
 def test_a_setting_that_is_missing_is_named_with_what_makes_it(missing: str) -> None:
     refused = composed({key: value for key, value in _SET.items() if key != missing}, "docker-compose.yml")

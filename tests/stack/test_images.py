@@ -1,4 +1,4 @@
-"""The images of the stack: what each holds and what it must not hold. Built once a session by scripts/images.sh."""
+"""The images of the stack: what each holds and what it must not hold."""
 
 import hashlib
 import io
@@ -13,21 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.stack import base
+from tests.stack.stack import ROOT, TAG
 
-ROOT = Path(__file__).parent.parent
 ROLES = ("rollout", "broker", "trainer", "engine")
 ALL = (*ROLES, "redis", "prometheus")
 COMPILERS = ("gcc", "cc", "c++", "clang", "ld", "as", "make", "rustc", "go", "nvcc", "ptxas")
-VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]  # type: ignore[index]
-BUILD_TIMEOUT_S = 1200
 
-needs_images = [pytest.mark.docker, pytest.mark.timeout(BUILD_TIMEOUT_S), pytest.mark.usefixtures("images")]
-
-
-@pytest.fixture(scope="session")
-def images() -> None:
-    built = subprocess.run([ROOT / "scripts" / "images.sh"], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    assert built.returncode == 0, built.stderr[-3000:]
+needs_images = [pytest.mark.docker, pytest.mark.timeout(1200), pytest.mark.usefixtures("stack_images")]
 
 
 def run(image: str, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -35,7 +27,7 @@ def run(image: str, *command: str, options: tuple[str, ...] = ()) -> subprocess.
     safe = ("--read-only", "--tmpfs", "/tmp", "--network", "none", "--cap-drop", "ALL", *options)
     entry = ("--entrypoint", command[0]) if command else ()
     return subprocess.run(
-        ["docker", "run", "--rm", *safe, *entry, f"agent-r3/{image}:{VERSION}", *command[1:]],
+        ["docker", "run", "--rm", *safe, *entry, f"agent-r3/{image}:{TAG}", *command[1:]],
         capture_output=True,
         text=True,
         timeout=280,  # SGLang and Megatron take their time on a busy machine
@@ -140,7 +132,7 @@ class TestRoles:
 
     def test_rollout_has_no_torch_and_stays_under_400_mb_above_its_base(self) -> None:
         assert self.modules("rollout", "torch", "sglang", "megatron", "tokenizers") == ["tokenizers"]
-        facts = inspect(f"agent-r3/rollout:{VERSION}")
+        facts = inspect(f"agent-r3/rollout:{TAG}")
         config = facts["Config"]
         assert isinstance(config, dict)
         below = inspect(config["Labels"]["agent-r3.base"])["Size"]
