@@ -25,7 +25,7 @@ test: setup ## lint, types, layers and every test, against real Docker, Redis, S
 	@scripts/test-services.sh
 	@scripts/docker-plugins.sh
 	@$(MAKE) --no-print-directory lint
-	$(RUN)/pytest
+	@scripts/tests.sh
 
 check: test ## the same under its usual name
 

@@ -1,21 +1,19 @@
 """Building offline tasks: sdists, images, hidden tests, and expected statuses from a real run of the fixed release."""
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from agent_r3.envs.cache import cache_dir
+from agent_r3.envs.cache import cache_dir, only_one
 from agent_r3.envs.commits import file_diff
 from agent_r3.envs.hidden_tests import TESTS, run_hidden_tests
 from agent_r3.envs.images import Environment, ImageBuilder
@@ -69,7 +67,7 @@ async def build_tasks(
             f"{spec} has no task {', '.join(sorted(unknown))}; it has {', '.join(t.task_id for t in tasks)}"
         )
     work = _Work(tasks, builder, provider, progress)
-    async with _only_build(cache_dir()):
+    async with only_one("build"):  # others would make the same images and folders
         done = await asyncio.gather(*(work.build(task) for task in chosen), return_exceptions=True)
         built = [result for result in done if isinstance(result, Built)]
         _write_rows(rows_path(spec), built, tasks)
@@ -262,11 +260,3 @@ def _write_rows(path: Path, built: Sequence[Built], tasks: Sequence[OfflineTask]
     scratch = path.with_suffix(".part")
     scratch.write_text("".join(json.dumps(rows[task.task_id]) + "\n" for task in tasks if task.task_id in rows))
     scratch.replace(path)
-
-
-@asynccontextmanager
-async def _only_build(cache: Path) -> AsyncIterator[None]:
-    """Builds of one cache wait for each other: they would make the same images and folders."""
-    with (cache / "build.lock").open("w") as lock:
-        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
-        yield

@@ -21,6 +21,7 @@ DEADLINE_LABEL = "agent_r3.deadline"  # Unix time after which nobody can still w
 
 _GONE_S = 10  # a container that has not gone by itself by then is removed by force
 _MEND = "run docker/engine.sh (Debian or Ubuntu, as root), or start Docker and see that `docker info` works"
+_JOIN = "let this user into the group of the engine's socket (in the docker-compose stack: DOCKER_GID in .env)"
 
 
 def connect(timeout_s: int = 30) -> docker.APIClient:
@@ -32,7 +33,8 @@ def connect(timeout_s: int = 30) -> docker.APIClient:
         api.headers["Connection"] = "close"  # or each of those pools would keep an open descriptor
     except FAULTS as exc:
         detail = " ".join(str(exc).split())[:200]
-        raise UserError(f"no Docker engine can be used ({detail}); {_MEND}") from exc
+        mend = _JOIN if "Permission denied" in detail else _MEND
+        raise UserError(f"no Docker engine can be used ({detail}); {mend}") from exc
     if not api.base_url.startswith(("http+docker://", "http://")):
         raise UserError(f"DOCKER_HOST leads to {api.base_url}; only a unix socket or plain TCP works, not TLS or ssh")
     return api

@@ -110,6 +110,7 @@ class _Service:
     async def _wait_for_engines(self, fleet: EngineFleet) -> None:
         """Until every server has answered as it must, for as long as one may take to start. Raises EngineError."""
         deadline = time.monotonic() + self._config.engine.start_timeout_s
+        self._health.starting = f"waiting for an answer of {', '.join(self._config.engine.urls)}"
         while True:
             try:
                 return await fleet.check()

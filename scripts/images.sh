@@ -74,5 +74,7 @@ build_one() {
 [ $# -gt 0 ] || set -- rollout broker trainer engine redis prometheus
 scripts/docker-plugins.sh
 docker info >/dev/null 2>&1 || die "no Docker engine answers; start it (docker/engine.sh does on Debian and Ubuntu)"
+exec 9>"${TMPDIR:-/tmp}/agent-r3-images.lock"
+flock 9 # bases and wheels are made in one place
 choose_bases "$@"
 for image in "$@"; do build_one "$image"; done

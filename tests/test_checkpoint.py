@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from agent_r3.trainer.checkpoint import Checkpoints, TrainerState
 
@@ -56,9 +57,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_and_no_half_one(tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no state", "broken state", "old state"])
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path, damage: str) -> None:
     checkpoints = _checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(_state(step), _policy)
@@ -74,9 +73,10 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
             (newest / "trainer.json").write_text("{")
         case "old state":
             (newest / "trainer.json").write_text(json.dumps({"state": {"steps": 2}, "files": {}}))
-    found = checkpoints.latest()
+    with capture_logs() as logs:
+        found = checkpoints.latest()
     assert found is not None and found.state.step == 1
-    assert "step_000002" in capsys.readouterr().out
+    assert [(line["log_level"], line["folder"]) for line in logs] == [("warning", str(newest))]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

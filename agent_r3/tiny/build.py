@@ -14,7 +14,7 @@ import structlog
 
 from agent_r3 import rollout, tools
 from agent_r3.config import SandboxConfig, TasksConfig
-from agent_r3.envs.cache import cache_dir
+from agent_r3.envs.cache import cache_dir, only_one
 from agent_r3.envs.datasets import load_tasks
 from agent_r3.envs.local import open_pool
 from agent_r3.envs.offline import OfflineTask, offline_spec_path, read_spec
@@ -91,15 +91,17 @@ async def ensure_tiny(out: Path | None = None, *, force: bool = False) -> tuple[
     Raises DataError where its tasks are not built, UserError without Docker, SandboxError, WarmStartError.
     """
     folder = out or tiny_folder()
-    if folder.is_dir() and not force:
-        return False, folder
-    recipe = Recipe()
-    tasks = load_tasks(TasksConfig(dataset="offline", include=tuple(SCRIPTS)))
-    async with open_pool(SandboxConfig(), run="model-tiny", owner="model-tiny") as pool:
-        episodes = await run_scripts(pool, tasks, recipe.episodes, recipe.right_share, recipe.seed)
-    log.info("scripted episodes", count=len(episodes), right=round(sum(e.right for e in episodes) / len(episodes), 3))
-    make_tiny(episodes, folder, recipe)
-    return True, folder
+    async with only_one("tiny"):
+        if folder.is_dir() and not force:
+            return False, folder
+        recipe = Recipe()
+        tasks = load_tasks(TasksConfig(dataset="offline", include=tuple(SCRIPTS)))
+        async with open_pool(SandboxConfig(), run="model-tiny", owner="model-tiny") as pool:
+            episodes = await run_scripts(pool, tasks, recipe.episodes, recipe.right_share, recipe.seed)
+        right = sum(episode.right for episode in episodes) / len(episodes)
+        log.info("scripted episodes", count=len(episodes), right=round(right, 3))
+        make_tiny(episodes, folder, recipe)
+        return True, folder
 
 
 def make_tiny(episodes: Sequence[ScriptedEpisode], out: Path, recipe: Recipe) -> None:

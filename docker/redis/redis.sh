@@ -4,6 +4,7 @@
 set -eu
 secret=/run/secrets/redis_password
 least_kb=65536
+changed="the secret redis_password is no longer the one that Redis was started with: docker compose up -d --force-recreate"
 missing="the secret redis_password is missing or empty: run scripts/stack-secrets.sh, then docker compose up -d --force-recreate redis"
 
 serve() {
@@ -24,8 +25,12 @@ CONF
 health() {
     [ -s "$secret" ] || { echo "$missing"; exit 1; }
     free=$(df -Pk /data | awk 'NR == 2 {print $4}')
-    [ "$free" -ge "$least_kb" ] || { echo "the volume redis is full: $free kB are free, below $least_kb kB Redis is not well"; exit 1; }
+    [ "$free" -ge "$least_kb" ] || {
+        echo "the volume redis is full: $free kB are free, below $least_kb kB Redis is not well; make room on the disk with Docker's volumes"
+        exit 1
+    }
     answer=$(REDISCLI_AUTH=$(cat "$secret") timeout 4 redis-cli --no-auth-warning ping 2>&1) || true
+    case $answer in *WRONGPASS*) answer=$changed ;; esac
     echo "$answer"
     [ "$answer" = PONG ]
 }

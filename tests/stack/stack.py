@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +98,14 @@ class Container:
         """Which is the name of a worker."""
         return str(self.facts["Config"]["Hostname"])
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Output of the last health checks, the latest at the end; Docker keeps five."""
+        checks = (self.facts["State"].get("Health") or {}).get("Log") or ()
+        return tuple(check["Output"].strip() for check in checks)
+
     def describe(self) -> str:
-        checks = (self.facts["State"].get("Health") or {}).get("Log") or [{"Output": ""}]
-        said = checks[-1]["Output"].strip()
+        said = self.said[-1] if self.said else ""
         return f"{self.service} {self.id[:12]}: {self.state} ({self.exit_code}), {self.health}: {said}"
 
 
@@ -137,10 +142,14 @@ class Stack:
     It is taken down at the end of the block. What does not work is an AssertionError that holds what the services say.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        """Makes secrets and .env in the empty `folder`. `settings` are lines of .env."""
+    def __init__(self, folder: Path, settings: Mapping[str, str], overrides: Sequence[Path] = ()) -> None:
+        """Makes secrets and .env in the empty `folder`. `settings` are lines of .env.
+
+        `overrides` are laid over docker-compose.yml, in that order.
+        """
         self.project = f"agent-r3-test-{uuid.uuid4().hex[:8]}"  # also the run's name, by which its sandboxes are found
         self.folder = folder
+        self._files = (ROOT / "docker-compose.yml", *overrides)
         self._api = connect()
         model_of_demo = {name: value for name, value in os.environ.items() if name != "AGENT_R3_MODEL"}
         made = subprocess.run(
@@ -178,15 +187,21 @@ class Stack:
 
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
         """Output of `docker compose ARGUMENTS`. Fails with what every service says."""
-        files = ("--env-file", str(self.folder / ".env"), "-f", str(ROOT / "docker-compose.yml"))
-        command = ["docker", "compose", "-p", self.project, *files, *arguments]
-        shown = f"`docker compose {' '.join(arguments)}`"
-        try:
-            done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{shown} took longer than {timeout_s:.0f} s\n{self.describe()}") from None
-        assert done.returncode == 0, f"{shown}: {done.stderr[-3000:]}\n{self.describe()}"
+        done = self.attempt(*arguments, timeout_s=timeout_s)
+        assert done.returncode == 0, f"{_shown(arguments)}: {done.stderr[-3000:]}\n{self.describe()}"
         return done.stdout
+
+    def attempt(
+        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """`docker compose ARGUMENTS`, however it ends. What `env` sets goes before .env."""
+        files = [part for file in self._files for part in ("-f", str(file))]
+        command = ["docker", "compose", "-p", self.project, "--env-file", str(self.folder / ".env"), *files, *arguments]
+        env = {**self._env, **(env or {})}
+        try:
+            return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{_shown(arguments)} took longer than {timeout_s:.0f} s\n{self.describe()}") from None
 
     def up(self, *options: str, timeout_s: float = 600) -> None:
         """`docker compose up --wait`: returns when every service was healthy."""
@@ -269,6 +284,16 @@ class Stack:
             assert time.monotonic() < deadline, f"{service} goes on after {timeout_s:.0f} s\n{self.describe()}"
             time.sleep(1)
 
+    def wait_for_check(self, service: str, health: str, says: str, *, timeout_s: float = 120) -> Container:
+        """The service's only container, once it is `health` and its latest health check says `says`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            [found] = self.of(service)
+            if found.health == health and found.said and says in found.said[-1]:
+                return found
+            assert time.monotonic() < deadline, f"{service} is not {health}: {says!r}\n{self.describe()}"
+            time.sleep(0.5)
+
     def series(self, expression: str) -> list[Mapping[str, Any]]:
         """What Prometheus has for a PromQL expression, from the start of the stack until now, every five seconds."""
         answer = httpx.get(
@@ -301,6 +326,10 @@ def build_images() -> None:
     command, env = [ROOT / "scripts" / "images.sh"], {**os.environ, "AGENT_R3_TAG": TAG}
     built = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_BUILD_S)
     assert built.returncode == 0, built.stderr[-3000:]
+
+
+def _shown(arguments: Sequence[str]) -> str:
+    return f"`docker compose {' '.join(arguments)}`"
 
 
 def _free_ports(count: int) -> list[int]:
