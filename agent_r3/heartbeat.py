@@ -98,7 +98,7 @@ class Heartbeat:
             host, pid = self._holder
             raise UserError(
                 f"run {self._run_name} has another {self._role}: process {pid} on {host}; there can be one. Stop that "
-                "one first, or choose another run.name"
+                "one first, or choose another name"
             )
 
     def _take(self) -> None:

@@ -33,7 +33,8 @@ _ENGINE_POLL_S = 1.0
 
 
 async def run_worker(config: Config, name: str) -> None:
-    """Work until SIGTERM or SIGINT, then remove this worker's containers. Raises UserError at start.
+    """Work until SIGTERM or SIGINT, then remove this worker's containers. Raises UserError at start, also where the run
+    has a worker of that name.
 
     After the signal it claims nothing, and has `service.grace_s` to publish the groups that it holds. Where the run
     evaluates its policy, a second worker on the same sandboxes and grader answers for the held set.
@@ -76,7 +77,8 @@ class _Service:
             stack.enter_context(tracing(config.track, "rollout", run=config.run.name, worker=name))
             stack.enter_context(serve_telemetry(config.service, self._telemetry, self._health))
             store, fleet = await _connect(stack, config, model, renderer)
-            heartbeat = Heartbeat(config.store, config.run.name, f"worker/{name}", self.metrics.payload)
+            # Two workers of one name would take each other for an earlier process of themselves.
+            heartbeat = Heartbeat(config.store, config.run.name, f"worker/{name}", self.metrics.payload, alone=True)
             self._health.checks.append(stack.enter_context(heartbeat).problem)
             self._health.checks.append(await stack.enter_async_context(watched_loop()))
             await self._wait_for_engines(fleet)

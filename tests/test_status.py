@@ -260,7 +260,7 @@ async def test_a_run_on_this_machine_is_found_by_folder_config_or_alone(started:
 async def test_the_table_shows_every_role_and_what_is_wrong(started: tuple[Path, str]) -> None:
     folder, url = started
     await make_live_run(url)
-    result = status(folder, env={"COLUMNS": "160"})
+    result = status(folder)
     assert result.returncode == 0, result.stderr
     for text in (
         "run demo",

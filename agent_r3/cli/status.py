@@ -10,10 +10,13 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from agent_r3.status_feed import StatusFeed
 
 _WATCH_S = "2"
 _WEB_PORT = "8642"
+_LOG_WIDTH = 140
 
 
 class Command(TyperCommand):
@@ -73,28 +76,25 @@ def status(
 def _show_once(feed: "StatusFeed", as_json: bool) -> None:
     import json
 
-    from rich.console import Console
-
     from agent_r3.status_table import StatusTable
 
     status = feed.poll().status
     if as_json:
         print(json.dumps(status.as_json(), allow_nan=False), flush=True)
     else:
-        Console().print(StatusTable(status))
+        _console().print(StatusTable(status))
 
 
 def _watch(feed: "StatusFeed", every_s: float, as_json: bool) -> None:
     """Until a signal. A store that went away after the first look is said, and asked again."""
     import time
 
-    from rich.console import Console
     from rich.live import Live
 
     from agent_r3.errors import StoreError
     from agent_r3.status_table import StatusTable
 
-    console = Console()
+    console = _console()
     if as_json or not console.is_terminal:
         with _until_signalled():
             while True:
@@ -111,6 +111,16 @@ def _watch(feed: "StatusFeed", every_s: float, as_json: bool) -> None:
                 shown = StatusTable(shown.status, str(exc))
             live.update(shown, refresh=True)
     console.print(shown)
+
+
+def _console() -> "Console":
+    """As wide as the terminal; in a pipe or a log wide enough for every column."""
+    import os
+
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_LOG_WIDTH)
 
 
 def _serve(feed: "StatusFeed", host: str, port: int) -> None:
