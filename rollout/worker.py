@@ -281,6 +281,13 @@ class RolloutWorker:
         annotate(ending=str(episode.ending), reward=grade.reward, turns=len(episode.turns), **counters)
         await self._store.finish_trajectory(trajectory_id, grade.reward, episode.ending, counters)
         self._metrics.finished(episode.ending, grade)
+        log.info(
+            "episode finished",
+            reward=grade.reward,
+            outcome=grade.outcome,
+            ending=str(episode.ending),
+            turns=len(episode.turns),
+        )
         if self._config.run.archive_trajectories:
             await asyncio.to_thread(
                 write_episode,

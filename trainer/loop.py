@@ -57,6 +57,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+_LOGGED = {"reward": "train/reward_mean", "coverage": "r3/coverage", "seconds": "perf/step_s"}
 _WAITING = "waiting"  # rank 0 says so regularly: no collective may time out during a long rollout
 
 
@@ -354,6 +355,8 @@ class Trainer:
             line = metrics | self._figures | stages
             self._metrics.write(step, line)
             self._role.figures(line)
+            if metrics:
+                log.info("step made", **{name: round(line[key], 4) for name, key in _LOGGED.items() if key in line})
         self._seconds.clear()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
