@@ -5,11 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 log=$(mktemp "${TMPDIR:-/tmp}/agent-r3-stack-tests.XXXXXX.log")
 
-.venv/bin/pytest tests/stack >"$log" 2>&1 &
+.venv/bin/pytest --durations=10 tests/stack >"$log" 2>&1 &
 stack=$!
 trap 'kill -INT "$stack" 2>/dev/null || true' INT TERM
 failed=0
-.venv/bin/pytest --ignore=tests/stack || failed=$?
+.venv/bin/pytest --durations=25 --ignore=tests/stack || failed=$?
 wait "$stack" || failed=$?
 trap - INT TERM
 cat "$log"

@@ -16,11 +16,16 @@ from tests.support.engine import engine_config, write_config
 from tests.support.telemetry import fetch, free_port, key, scrape
 
 
-async def test_the_current_policy_is_the_stores_unless_its_weights_are_gone(store_url: str, tmp_path: Path) -> None:
-    sections = {"model": {"path": "m"}, "tasks": {"dataset": "d"}, "run": {"name": "run"}, "store": {"url": store_url}}
+async def test_the_current_policy_is_the_stores_unless_its_weights_are_gone(embedded_url: str, tmp_path: Path) -> None:
+    sections = {
+        "model": {"path": "m"},
+        "tasks": {"dataset": "d"},
+        "run": {"name": "run"},
+        "store": {"url": embedded_url},
+    }
     config = Config.model_validate(sections)
     assert await current_policy(config) is None
-    with GroupReader.connect(store_url, "run") as reader:
+    with GroupReader.connect(embedded_url, "run") as reader:
         reader.set_policy(7, str(tmp_path))
         assert await current_policy(config) == Policy(7, str(tmp_path))
         reader.set_policy(8, str(tmp_path / "gone"))
@@ -30,13 +35,13 @@ async def test_the_current_policy_is_the_stores_unless_its_weights_are_gone(stor
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_an_engine_started_in_a_run_serves_its_policy_and_shows_itself(
-    tiny_moe: Path, store_url: str, tmp_path: Path
+    tiny_moe: Path, embedded_url: str, tmp_path: Path
 ) -> None:
     weights, port = shutil.copytree(tiny_moe, tmp_path / "weights" / "v000004"), free_port()
     config = write_config(tmp_path / "config.yaml", tiny_moe, tmp_path, engine_config(metrics=True))
-    command = [sys.executable, "-m", "agent_r3.cli", "serve", str(config), f"store.url={store_url}", "--name", "e"]
+    command = [sys.executable, "-m", "agent_r3.cli", "serve", str(config), f"store.url={embedded_url}", "--name", "e"]
     url = f"http://127.0.0.1:{port}"
-    with GroupReader.connect(store_url, "served") as reader:
+    with GroupReader.connect(embedded_url, "served") as reader:
         reader.set_policy(4, str(weights))
         serve = subprocess.Popen([*command, f"service.port={port}"], stdout=subprocess.PIPE, text=True)
         try:

@@ -129,10 +129,10 @@ def evaluator(
 
 
 def test_every_held_task_is_asked_for_once_in_an_order_of_the_evaluations_own_seed(
-    store_url: str, config: Config
+    embedded_url: str, config: Config
 ) -> None:
     tasks = {f"task-{number}": [1.0, 1.0] for number in range(7)}
-    with ScriptedHeldSet(store_url, config, SHAPE, tasks) as held, evaluator(store_url, held) as evaluations:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, tasks) as held, evaluator(embedded_url, held) as evaluations:
         for step, version in ((0, 0), (4, 3)):
             evaluations.evaluate(step, version, "weights")
     first, second = held.groups[:7], held.groups[7:]
@@ -142,14 +142,14 @@ def test_every_held_task_is_asked_for_once_in_an_order_of_the_evaluations_own_se
         assert sorted(group.task_id for group in groups) == sorted(tasks)
     of_training = [task_at(list(tasks), config.run.seed, index) for index in range(7)]  # type: ignore[arg-type]
     assert [group.task_id for group in first] != of_training
-    assert stored(store_url, held.config.run.name) == []
+    assert stored(embedded_url, held.config.run.name) == []
 
 
 def test_pass_at_1_has_its_interval_and_the_infrastructures_failures_are_left_out(
-    store_url: str, config: Config
+    embedded_url: str, config: Config
 ) -> None:
     tasks = {"solved": [1.0, 1.0], "failed": [0.0, 0.0], "half a reward": [0.5, 0.5], "lost": [], "half lost": [1.0]}
-    with ScriptedHeldSet(store_url, config, SHAPE, tasks) as held, evaluator(store_url, held) as evaluations:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, tasks) as held, evaluator(embedded_url, held) as evaluations:
         found = evaluations.evaluate(0, 0, "weights")
     low, high = wilson(0.5, 4)
     assert found == {
@@ -166,37 +166,40 @@ def test_pass_at_1_has_its_interval_and_the_infrastructures_failures_are_left_ou
     assert {name.replace("sandbox", "<kind>") for name in found} == {name for name in METRICS if "eval/" in name}
 
 
-def test_without_a_graded_episode_there_is_no_pass_at_1(store_url: str, config: Config) -> None:
-    with ScriptedHeldSet(store_url, config, SHAPE, {"lost": []}) as held, evaluator(store_url, held) as evaluations:
+def test_without_a_graded_episode_there_is_no_pass_at_1(embedded_url: str, config: Config) -> None:
+    with (
+        ScriptedHeldSet(embedded_url, config, SHAPE, {"lost": []}) as held,
+        evaluator(embedded_url, held) as evaluations,
+    ):
         found = evaluations.evaluate(0, 0, "weights")
     assert found == {"eval/policy_version": 0, "eval/episodes": 0, "eval/infra/sandbox": 2}
 
 
-def test_a_group_of_another_policy_is_refused(store_url: str, config: Config) -> None:
+def test_a_group_of_another_policy_is_refused(embedded_url: str, config: Config) -> None:
     with (
-        ScriptedHeldSet(store_url, config, SHAPE, HELD, version=3) as held,
-        evaluator(store_url, held) as evaluations,
+        ScriptedHeldSet(embedded_url, config, SHAPE, HELD, version=3) as held,
+        evaluator(embedded_url, held) as evaluations,
         pytest.raises(ContractError, match=r"comes from policy version 3, the trainer is at 0"),
     ):
         evaluations.evaluate(0, 0, "weights")
 
 
-def test_workers_with_different_held_sets_are_refused(store_url: str, config: Config) -> None:
+def test_workers_with_different_held_sets_are_refused(embedded_url: str, config: Config) -> None:
     class Repeating(ScriptedHeldSet):
         def task_of(self, index: int) -> str:
             return "one"
 
     with (
-        Repeating(store_url, config, SHAPE, HELD) as held,
-        evaluator(store_url, held) as evaluations,
+        Repeating(embedded_url, config, SHAPE, HELD) as held,
+        evaluator(embedded_url, held) as evaluations,
         pytest.raises(ContractError, match=r"task one came twice; do all rollout workers have the same 3 tasks"),
     ):
         evaluations.evaluate(0, 0, "weights")
 
 
-def test_waiting_for_a_worker_with_the_held_set_ends_when_the_run_is_stopped(store_url: str, config: Config) -> None:
-    other = ScriptedHeldSet(store_url, config, SHAPE, HELD)  # not started: nobody announces the held set
-    with evaluator(store_url, other, after(2)) as evaluations, pytest.raises(Stopped):
+def test_waiting_for_a_worker_with_the_held_set_ends_when_the_run_is_stopped(embedded_url: str, config: Config) -> None:
+    other = ScriptedHeldSet(embedded_url, config, SHAPE, HELD)  # not started: nobody announces the held set
+    with evaluator(embedded_url, other, after(2)) as evaluations, pytest.raises(Stopped):
         evaluations.evaluate(0, 0, "weights")
 
 
@@ -210,63 +213,63 @@ def stop_in_the_middle(url: str, held: ScriptedHeldSet, step: int, version: int,
         evaluations.evaluate(step, version, "weights")
 
 
-def test_a_stopped_evaluation_goes_on_where_it_was(store_url: str, config: Config) -> None:
-    with ScriptedHeldSet(store_url, config, SHAPE, HELD, held_back=[7]) as held:
-        stop_in_the_middle(store_url, held, 2, 1, config.run.folder)
+def test_a_stopped_evaluation_goes_on_where_it_was(embedded_url: str, config: Config) -> None:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, HELD, held_back=[7]) as held:
+        stop_in_the_middle(embedded_url, held, 2, 1, config.run.folder)
         held.held_back.clear()
-        with evaluator(store_url, held) as evaluations:
+        with evaluator(embedded_url, held) as evaluations:
             assert evaluations.known(2) is None
             assert evaluations.evaluate(2, 1, "weights")["eval/episodes"] == 6
     assert [group.index for group in held.groups] == [6, 7, 8]
 
 
-def test_nothing_of_an_abandoned_evaluation_counts_or_stays(store_url: str, config: Config) -> None:
-    with ScriptedHeldSet(store_url, config, SHAPE, HELD, held_back=[8]) as held:
-        stop_in_the_middle(store_url, held, 2, 1, config.run.folder)
+def test_nothing_of_an_abandoned_evaluation_counts_or_stays(embedded_url: str, config: Config) -> None:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, HELD, held_back=[8]) as held:
+        stop_in_the_middle(embedded_url, held, 2, 1, config.run.folder)
         held.held_back.clear()
         wait_until(lambda: len(held.groups) == 3)
-        with evaluator(store_url, held) as evaluations:
+        with evaluator(embedded_url, held) as evaluations:
             assert evaluations.evaluate(4, 2, "weights")["eval/episodes"] == 6
             assert evaluations.known(2) is None
-    assert stored(store_url, held.config.run.name) == []
+    assert stored(embedded_url, held.config.run.name) == []
     assert [group.policy_version for group in held.groups] == [1] * 3 + [2] * 3
 
 
-def test_an_evaluation_with_other_settings_starts_from_nothing(store_url: str, config: Config) -> None:
-    with ScriptedHeldSet(store_url, config, SHAPE, HELD, held_back=[1]) as held:
-        stop_in_the_middle(store_url, held, 0, 0, config.run.folder)
+def test_an_evaluation_with_other_settings_starts_from_nothing(embedded_url: str, config: Config) -> None:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, HELD, held_back=[1]) as held:
+        stop_in_the_middle(embedded_url, held, 0, 0, config.run.folder)
         held.held_back.clear()
         wait_until(lambda: len(held.groups) == 3)
     larger = config.model_copy(update={"eval": config.eval.model_copy(update={"samples": 3})})
-    held = ScriptedHeldSet(store_url, larger, SHAPE, {task: [*found, 1.0] for task, found in HELD.items()})
-    with evaluator(store_url, held) as evaluations:
+    held = ScriptedHeldSet(embedded_url, larger, SHAPE, {task: [*found, 1.0] for task, found in HELD.items()})
+    with evaluator(embedded_url, held) as evaluations:
         evaluations.take_up(lost_after=None)
-        assert stored(store_url, held.config.run.name) == []
+        assert stored(embedded_url, held.config.run.name) == []
         with held:
             assert evaluations.evaluate(0, 0, "weights")["eval/episodes"] == 9
     assert len(lines_of(config.run.folder)) == 3
 
 
-def test_a_result_whose_acknowledgement_was_lost_counts_once(store_url: str, config: Config) -> None:
+def test_a_result_whose_acknowledgement_was_lost_counts_once(embedded_url: str, config: Config) -> None:
     class Killed(GroupReader):
         def ack(self, deliveries: Sequence[Delivery]) -> None:
             raise Stopped
 
-    with ScriptedHeldSet(store_url, config, SHAPE, HELD) as held:
-        with evaluator(store_url, held, reader=Killed) as evaluations, pytest.raises(Stopped):
+    with ScriptedHeldSet(embedded_url, config, SHAPE, HELD) as held:
+        with evaluator(embedded_url, held, reader=Killed) as evaluations, pytest.raises(Stopped):
             evaluations.evaluate(0, 0, "weights")
-        with evaluator(store_url, held) as evaluations:
+        with evaluator(embedded_url, held) as evaluations:
             assert evaluations.evaluate(0, 0, "weights")["eval/episodes"] == 6
     counted = Counter(line["task_id"] for line in lines_of(config.run.folder))
     assert counted == dict.fromkeys(HELD, 1) and len(held.groups) == 3
-    assert stored(store_url, held.config.run.name) == []
+    assert stored(embedded_url, held.config.run.name) == []
 
 
-def test_a_finished_evaluation_is_known_unless_its_policy_is_lost(store_url: str, config: Config) -> None:
-    with ScriptedHeldSet(store_url, config, SHAPE, HELD) as held:
-        with evaluator(store_url, held) as evaluations:
+def test_a_finished_evaluation_is_known_unless_its_policy_is_lost(embedded_url: str, config: Config) -> None:
+    with ScriptedHeldSet(embedded_url, config, SHAPE, HELD) as held:
+        with evaluator(embedded_url, held) as evaluations:
             made = {step: evaluations.evaluate(step, step, "weights") for step in (0, 2)}
-        with evaluator(store_url, held) as evaluations:
+        with evaluator(embedded_url, held) as evaluations:
             assert {step: evaluations.known(step) for step in (0, 2, 4)} == {**made, 4: None}
             evaluations.take_up(lost_after=0)  # the trainer starts anew
             assert (evaluations.known(0), evaluations.known(2)) == (made[0], None)

@@ -29,20 +29,20 @@ def until(condition: str, holds: Callable[[], bool], timeout_s: float = 20) -> N
         time.sleep(0.02)
 
 
-def test_a_role_is_alive_from_the_first_moment_until_it_says_that_it_has_stopped(store_url: str) -> None:
+def test_a_role_is_alive_from_the_first_moment_until_it_says_that_it_has_stopped(embedded_url: str) -> None:
     state = {"state": "running", "episodes": 3}
     began = time.time()
-    with Heartbeat(StoreConfig(url=store_url), "run", "worker/a", lambda: state) as heartbeat:
-        seen = role(store_url)
+    with Heartbeat(StoreConfig(url=embedded_url), "run", "worker/a", lambda: state) as heartbeat:
+        seen = role(embedded_url)
         assert {**seen.payload, "started": 0} == {
             **{"state": "running", "episodes": 3, "started": 0},
             **{"host": socket.gethostname(), "pid": os.getpid()},
         }
         assert began - 1 < float(str(seen.payload["started"])) <= time.time() and seen.age_s < 5
         state = {"state": "running", "episodes": 4}
-        until("the next beat", lambda: role(store_url).payload["episodes"] == 4, 3 * EVERY_S)
+        until("the next beat", lambda: role(embedded_url).payload["episodes"] == 4, 3 * EVERY_S)
         assert heartbeat.problem() is None
-    assert role(store_url).payload["state"] == "stopped"
+    assert role(embedded_url).payload["state"] == "stopped"
 
 
 class TestARoleOfWhichThereIsOne:
@@ -57,59 +57,59 @@ class TestARoleOfWhichThereIsOne:
             known = {"state": "training", "host": "elsewhere", "pid": 7, "token": "other"}
             reader.heartbeat("trainer", known | payload)
 
-    def test_a_second_one_is_refused_while_the_first_beats(self, store_url: str) -> None:
+    def test_a_second_one_is_refused_while_the_first_beats(self, embedded_url: str) -> None:
         beating = threading.Event()
 
         def beat() -> None:
             while not beating.wait(1.0):
-                self.pretend(store_url)
+                self.pretend(embedded_url)
 
-        self.pretend(store_url)
+        self.pretend(embedded_url)
         thread = threading.Thread(target=beat)
         thread.start()
         try:
             said = "run run has another trainer: process 7 on elsewhere; there can be one"
-            with pytest.raises(UserError, match=said), self.trainer(store_url):
+            with pytest.raises(UserError, match=said), self.trainer(embedded_url):
                 raise AssertionError("there are two")
         finally:
             beating.set()
             thread.join()
-        assert role(store_url, "trainer").payload["token"] == "other"
+        assert role(embedded_url, "trainer").payload["token"] == "other"
 
-    def test_one_that_has_ended_or_is_silent_is_followed(self, store_url: str) -> None:
-        self.pretend(store_url, state="stopped")
+    def test_one_that_has_ended_or_is_silent_is_followed(self, embedded_url: str) -> None:
+        self.pretend(embedded_url, state="stopped")
         began = time.monotonic()
-        with self.trainer(store_url) as heartbeat:
+        with self.trainer(embedded_url) as heartbeat:
             heartbeat.require_alone()
         assert time.monotonic() - began < 5
-        self.pretend(store_url)
-        with self.trainer(store_url) as heartbeat:
+        self.pretend(embedded_url)
+        with self.trainer(embedded_url) as heartbeat:
             heartbeat.require_alone()
         assert 9 < time.monotonic() - began < 60
 
     @pytest.mark.parametrize("pid", ["gone", "mine"])
-    def test_a_killed_one_of_this_machine_is_followed_at_once(self, store_url: str, pid: str) -> None:
+    def test_a_killed_one_of_this_machine_is_followed_at_once(self, embedded_url: str, pid: str) -> None:
         child = subprocess.Popen(["true"])
         child.wait()
-        self.pretend(store_url, host=socket.gethostname(), pid=child.pid if pid == "gone" else os.getpid())
+        self.pretend(embedded_url, host=socket.gethostname(), pid=child.pid if pid == "gone" else os.getpid())
         began = time.monotonic()
-        with self.trainer(store_url) as heartbeat:
+        with self.trainer(embedded_url) as heartbeat:
             heartbeat.require_alone()
         assert time.monotonic() - began < 5
 
-    def test_the_former_one_learns_of_it_and_says_no_more(self, store_url: str) -> None:
-        with self.trainer(store_url) as heartbeat:
+    def test_the_former_one_learns_of_it_and_says_no_more(self, embedded_url: str) -> None:
+        with self.trainer(embedded_url) as heartbeat:
             heartbeat.require_alone()
-            self.pretend(store_url)  # as after a pause in which another came
+            self.pretend(embedded_url)  # as after a pause in which another came
             with pytest.raises(UserError, match="another trainer"):
                 heartbeat.require_alone()
-        assert role(store_url, "trainer").payload["state"] == "training"
+        assert role(embedded_url, "trainer").payload["state"] == "training"
 
 
-def test_a_role_that_is_done_stays_done(store_url: str) -> None:
-    with Heartbeat(StoreConfig(url=store_url), "run", "trainer", lambda: {"state": "done"}):
+def test_a_role_that_is_done_stays_done(embedded_url: str) -> None:
+    with Heartbeat(StoreConfig(url=embedded_url), "run", "trainer", lambda: {"state": "done"}):
         pass
-    assert role(store_url, "trainer").payload["state"] == "done"
+    assert role(embedded_url, "trainer").payload["state"] == "done"
 
 
 @pytest.mark.redis

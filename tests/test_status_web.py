@@ -95,9 +95,9 @@ def serving(url: str, run: str = "demo", folder: Path | None = None) -> Iterator
             following.join()
 
 
-async def test_the_page_is_whole_by_itself_and_runs_no_script_but_its_own(store_url: str, tmp_path: Path) -> None:
-    await make_live_run(store_url)
-    with serving(store_url, folder=make_run(tmp_path / "demo", episodes=0)) as server:
+async def test_the_page_is_whole_by_itself_and_runs_no_script_but_its_own(embedded_url: str, tmp_path: Path) -> None:
+    await make_live_run(embedded_url)
+    with serving(embedded_url, folder=make_run(tmp_path / "demo", episodes=0)) as server:
         until(lambda: "Tokens a second" in get(server.url)[0])  # a rate takes two readings
         text, headers = get(server.url)
     page = Page(text)
@@ -112,10 +112,10 @@ async def test_the_page_is_whole_by_itself_and_runs_no_script_but_its_own(store_
     assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
 
 
-async def test_what_comes_from_outside_is_text(store_url: str) -> None:
-    await make_live_run(store_url, HOSTILE)
-    beat(store_url, HOSTILE, f"worker/{HOSTILE}", state=HOSTILE, host=HOSTILE, failures={HOSTILE: 3}, episodes=1)
-    with serving(store_url, HOSTILE) as server:
+async def test_what_comes_from_outside_is_text(embedded_url: str) -> None:
+    await make_live_run(embedded_url, HOSTILE)
+    beat(embedded_url, HOSTILE, f"worker/{HOSTILE}", state=HOSTILE, host=HOSTILE, failures={HOSTILE: 3}, episodes=1)
+    with serving(embedded_url, HOSTILE) as server:
         text, _ = get(server.url)
         parts = shown(server)["html"]
     page = Page(text)
@@ -125,14 +125,14 @@ async def test_what_comes_from_outside_is_text(store_url: str) -> None:
         assert "<img" not in part
 
 
-async def test_the_page_is_brought_up_to_date_in_place(store_url: str, tmp_path: Path) -> None:
-    await make_live_run(store_url)
+async def test_the_page_is_brought_up_to_date_in_place(embedded_url: str, tmp_path: Path) -> None:
+    await make_live_run(embedded_url)
     folder = tmp_path / "demo"
-    with MetricsWriter(folder, first_step=0) as metrics, serving(store_url, folder=folder) as server:
+    with MetricsWriter(folder, first_step=0) as metrics, serving(embedded_url, folder=folder) as server:
         page = Page(get(server.url)[0])
         ids = {attrs["id"] for _, attrs in page.tags if attrs.get("id")}
         assert shown(server)["html"].keys() == ids
-        with GroupReader.connect(store_url, "demo") as trainer:
+        with GroupReader.connect(embedded_url, "demo") as trainer:
             trainer.set_policy(17, "weights/17")
         metrics.write(0, {"train/reward_mean": 0.375, "eval/pass@1": 0.5, "perf/step_s": float("nan")})
         until(
@@ -147,9 +147,9 @@ async def test_the_page_is_brought_up_to_date_in_place(store_url: str, tmp_path:
     assert found["status"]["steps"] == 12
 
 
-async def test_without_the_runs_folder_the_reward_is_that_of_the_groups_seen(store_url: str) -> None:
-    await make_live_run(store_url)
-    with serving(store_url) as server:
+async def test_without_the_runs_folder_the_reward_is_that_of_the_groups_seen(embedded_url: str) -> None:
+    await make_live_run(embedded_url)
+    with serving(embedded_url) as server:
         figures = shown(server)["html"]["figures"]
     assert "Mean of a group" in figures and figures.count("mean reward: ") == 3
 
@@ -170,9 +170,9 @@ async def test_a_store_that_goes_away_is_told_and_read_again_when_it_is_back(tmp
     store.kill()
 
 
-async def test_another_path_is_not_there(store_url: str) -> None:
-    await make_live_run(store_url)
-    with serving(store_url) as server, pytest.raises(urllib.error.HTTPError, match="404"):
+async def test_another_path_is_not_there(embedded_url: str) -> None:
+    await make_live_run(embedded_url)
+    with serving(embedded_url) as server, pytest.raises(urllib.error.HTTPError, match="404"):
         get(f"{server.url}/etc/passwd")
 
 

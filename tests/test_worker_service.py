@@ -65,7 +65,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(store_url: str, model: Path, folder: Path) -> AsyncIterator[Running]:
+async def running(embedded_url: str, model: Path, folder: Path) -> AsyncIterator[Running]:
     config = Config.model_validate(
         {
             "run": {"name": "run", "dir": folder, "archive_trajectories": False},
@@ -79,7 +79,7 @@ async def running(store_url: str, model: Path, folder: Path) -> AsyncIterator[Ru
     telemetry, grader = Telemetry("rollout", "run"), MemoryGrader()
     metrics = WorkerMetrics(telemetry)
     grader.go.clear()
-    async with TrajectoryWriter.connect(store_url, "run") as store:
+    async with TrajectoryWriter.connect(embedded_url, "run") as store:
         worker = RolloutWorker(
             "w",
             config,
@@ -101,12 +101,12 @@ async def running(store_url: str, model: Path, folder: Path) -> AsyncIterator[Ru
 
 
 async def test_a_drained_worker_publishes_what_it_holds_and_claims_no_more(
-    store_url: str, tiny_moe: Path, tmp_path: Path
+    embedded_url: str, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    with GroupReader.connect(store_url, "run") as reader:
+    with GroupReader.connect(embedded_url, "run") as reader:
         reader.set_policy(0, "weights")
         reader.set_demand(5)
-        async with running(store_url, tiny_moe, tmp_path) as work:
+        async with running(embedded_url, tiny_moe, tmp_path) as work:
             await until("both episodes are graded", lambda: work.grader.asked == SAMPLES)
             found = await asyncio.to_thread(scrape, work.url)
             assert found[key("agent_r3_episodes_running")] == SAMPLES == work.metrics.payload()["episodes_running"]
@@ -126,11 +126,11 @@ async def test_a_drained_worker_publishes_what_it_holds_and_claims_no_more(
     assert payload["failures"] == {} and payload["policy_version"] == 0
 
 
-async def test_an_idle_worker_is_drained_at_once(store_url: str, tiny_moe: Path, tmp_path: Path) -> None:
-    with GroupReader.connect(store_url, "run") as reader:
+async def test_an_idle_worker_is_drained_at_once(embedded_url: str, tiny_moe: Path, tmp_path: Path) -> None:
+    with GroupReader.connect(embedded_url, "run") as reader:
         reader.set_policy(0, "weights")
         reader.set_demand(1)
-        async with running(store_url, tiny_moe, tmp_path) as work:
+        async with running(embedded_url, tiny_moe, tmp_path) as work:
             work.grader.go.set()
             await until("its only group is published", lambda: bool(reader.read(1, 0.1)))
             work.worker.drain()
@@ -190,7 +190,7 @@ class FailsOnce(MemoryProvider):
         return await super().acquire(task)
 
 
-def write_config(folder: Path, engine: LiveEngine, store_url: str, broker: str, port: int) -> Path:
+def write_config(folder: Path, engine: LiveEngine, embedded_url: str, broker: str, port: int) -> Path:
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps(r2e_row(docker_image="image", instance_id="task")))
     sections = {
@@ -200,7 +200,7 @@ def write_config(folder: Path, engine: LiveEngine, store_url: str, broker: str, 
         "sandbox": {"broker": broker},
         "agent": {"system_prompt": "s", "max_tokens": 2048, "max_turn_tokens": 16, "max_turns": 1},
         "engine": {**engine.config.model_dump(mode="json"), "urls": [engine.server.url]},
-        "store": {"url": store_url},
+        "store": {"url": embedded_url},
         "rollout": {"samples_per_task": SAMPLES, "concurrency": SAMPLES},
         "service": {"port": port, "grace_s": 60},
     }
@@ -211,14 +211,14 @@ def write_config(folder: Path, engine: LiveEngine, store_url: str, broker: str, 
 
 @pytest.mark.engine
 async def test_a_worker_process_shows_itself_and_ends_with_its_last_group_published(
-    engine_fp32: LiveEngine, store_url: str, tmp_path: Path
+    engine_fp32: LiveEngine, embedded_url: str, tmp_path: Path
 ) -> None:
     broker, port, grader = SandboxConfig(broker=f"unix://{tmp_path}/b.sock"), free_port(), MemoryGrader()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "stderr"
-    config = write_config(tmp_path, engine_fp32, store_url, str(broker.broker), port)
+    config = write_config(tmp_path, engine_fp32, embedded_url, str(broker.broker), port)
     tasks = load_tasks(Config.model_validate(yaml.safe_load(config.read_text())).tasks)
     command = [sys.executable, "-m", "agent_r3.cli", "rollout", str(config), "--name", "w"]
-    with GroupReader.connect(store_url, "run") as reader, log.open("w") as stderr:
+    with GroupReader.connect(embedded_url, "run") as reader, log.open("w") as stderr:
         reader.set_policy(3, "weights")  # the version that the engine serves
         reader.set_demand(1)
         async with broker_at(broker, Backend(FailsOnce(), grader), tasks):

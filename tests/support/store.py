@@ -167,11 +167,27 @@ def store_server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 @pytest.fixture
 def store_url(store_server_url: str) -> str:
-    """URL of an empty store."""
-    client = redis.Redis.from_url(store_server_url)
+    """URL of an empty store, of either kind: for what tests the store itself."""
+    return _emptied(store_server_url)
+
+
+@pytest.fixture(scope="session")
+def embedded_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedServer(tmp_path_factory.mktemp("store")) as server:
+        yield server.url
+
+
+@pytest.fixture
+def embedded_url(embedded_server_url: str) -> str:
+    """URL of an empty store, for whoever uses one."""
+    return _emptied(embedded_server_url)
+
+
+def _emptied(url: str) -> str:
+    client = redis.Redis.from_url(url)
     client.flushall()
     client.close()
-    return store_server_url
+    return url
 
 
 async def hold_group(url: str, store: TrajectoryWriter, worker: str = "w", *, run: str = "run") -> int:
