@@ -179,6 +179,12 @@ class TestServices:
         assert "prometheus.yml" in run("prometheus").stderr
         checked = run("prometheus", "promtool", "--version")
         assert checked.returncode == 0, checked.stderr
+        serve = "echo >/tmp/p.yml; prometheus --config.file=/tmp/p.yml --storage.tsdb.path=/tmp/d 2>/tmp/log &"
+        ask = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
+        pages = f"until python3 -c '{ask}' http://127.0.0.1:9090/classic/targets 2>/dev/null; do sleep 0.2; done"
+        script = f"python3 -c '{ask}' http://127.0.0.1:9090/classic/static/jquery/jquery.min.js"
+        shown = run("prometheus", "sh", "-c", f"{serve} {pages}; {script}")
+        assert "<title>Prometheus" in shown.stdout and "jQuery" in shown.stdout, shown.stderr
 
 
 @pytest.mark.docker
