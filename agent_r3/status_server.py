@@ -1,19 +1,21 @@
 """`agent-r3 status --web`: follows a run from one thread and serves its page from others."""
 
 import json
-import socketserver
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from agent_r3 import status_page
 from agent_r3.errors import AgentR3Error, UserError
+from agent_r3.small_server import Answer, SmallServer
 from agent_r3.status_feed import StatusFeed, View
 
 POLL_S = 2.0
-_IDLE_S = 10.0  # after which a connection that asks nothing is closed
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": status_page.POLICY,
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class StatusServer:
@@ -33,13 +35,13 @@ class StatusServer:
         self._poll_s = poll_s
         self._shown: tuple[View, str | None] = (feed.poll(), None)
         try:
-            self._server = _Server((host, port), self.shown)
+            self._server = SmallServer(host, port, self._answer, headers=_HEADERS)
         except (OSError, OverflowError) as exc:
             reason = getattr(exc, "strerror", None) or exc
             raise UserError(
                 f"--web: cannot listen on {host}:{port}: {reason}; choose another port with --web PORT"
             ) from exc
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="status", daemon=True)
+        self._running = self._server.running()
 
     @property
     def url(self) -> str:
@@ -48,13 +50,11 @@ class StatusServer:
         return f"http://{host!s}:{port}"
 
     def __enter__(self) -> "StatusServer":
-        self._thread.start()
+        self._running.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def __exit__(self, *exc_info: Any) -> None:
+        self._running.__exit__(*exc_info)
 
     def follow(self, until: threading.Event) -> None:
         """Read the run again and again until the event is set."""
@@ -64,52 +64,23 @@ class StatusServer:
             except AgentR3Error as exc:
                 self._shown = (self._shown[0], str(exc))
 
-    def shown(self) -> tuple[View, str | None]:
-        """The latest view, and why there is no newer one."""
-        return self._shown
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], shown: Callable[[], tuple[View, str | None]]) -> None:
-        self.shown = shown
-        super().__init__(address, _Handler)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _IDLE_S
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        view, problem = self.server.shown()
-        match self.path.partition("?")[0]:
+    def _answer(self, path: str) -> Answer:
+        view, problem = self._shown
+        match path:
             case "/":
-                self._answer(200, "text/html", status_page.page(view, problem))
+                return _text(200, "text/html", status_page.page(view, problem))
             case "/status.json":
                 found: dict[str, Any] = {"status": view.status.as_json(), "problem": problem}
-                self._answer_json(found | {"html": status_page.fragments(view, problem)})
+                return _json(found | {"html": status_page.fragments(view, problem)})
             case "/history.json":
-                self._answer_json([asdict(sample) for sample in view.samples])
+                return _json([asdict(sample) for sample in view.samples])
             case _:
-                self._answer(404, "text/plain", "there are /, /status.json and /history.json\n")
+                return _text(404, "text/plain", "there are /, /status.json and /history.json\n")
 
-    def _answer_json(self, value: object) -> None:
-        self._answer(200, "application/json", json.dumps(value, allow_nan=False))
 
-    def _answer(self, status: int, kind: str, text: str) -> None:
-        body = text.encode(errors="replace")
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", status_page.POLICY)
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(body)
+def _json(value: object) -> Answer:
+    return _text(200, "application/json", json.dumps(value, allow_nan=False))
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing: a page that refreshes itself is no news."""
+
+def _text(status: int, kind: str, text: str) -> Answer:
+    return Answer(status, f"{kind}; charset=utf-8", text.encode(errors="replace"))

@@ -4,13 +4,9 @@ SGLang serves its own metrics on the engine's port (`engine.metrics`); they are 
 """
 
 import asyncio
-import socketserver
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from http.server import BaseHTTPRequestHandler
-from socket import SOCK_STREAM, getaddrinfo
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from prometheus_client import (
@@ -28,11 +24,11 @@ from prometheus_client.registry import Collector
 
 from agent_r3.config import ServiceConfig
 from agent_r3.errors import InfraError, UserError
+from agent_r3.small_server import Answer, SmallServer
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 _STUCK_S = 30.0  # an event loop that has not moved for so long does no work
-_IDLE_S = 10.0  # after which a connection that asks nothing is closed
 # A turn of a small model takes tens of milliseconds, one of a large model with a long tool call minutes.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -184,65 +180,27 @@ def serve_telemetry(
     if service.port is None:
         yield None
         return
+    text = "text/plain; charset=utf-8"
+
+    def answer(path: str) -> Answer:
+        problem = healthy()
+        telemetry.up.set(problem is None)
+        match path:
+            case "/healthz":
+                line = " ".join((problem or "ok").split())
+                return Answer(503 if problem else 200, text, f"{line}\n".encode())
+            case "/metrics":
+                return Answer(200, CONTENT_TYPE_LATEST, generate_latest(telemetry.registry))
+            case _:
+                return Answer(404, text, b"there are /healthz and /metrics\n")
+
     try:
-        server = _Server(service.host, service.port, telemetry, healthy)
+        server = SmallServer(service.host, service.port, answer)
     except OSError as exc:
         raise UserError(
             f"service.port: cannot listen on {service.host}:{service.port}: {exc.strerror or exc}; "
             "stop what listens there, or choose another service.port"
         ) from exc
-    with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="telemetry", daemon=True)
-        thread.start()
-        try:
-            host = f"[{service.host}]" if ":" in service.host else service.host
-            yield f"http://{host}:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, telemetry: Telemetry, healthy: Callable[[], str | None]) -> None:
-        family, _, _, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
-        self.address_family = family
-        self.telemetry = telemetry
-        self.healthy = healthy
-        super().__init__((str(address[0]), port), _Handler)
-
-    def problem(self) -> str | None:
-        """Why the role is not healthy; `agent_r3_up` says the same."""
-        problem = self.healthy()
-        self.telemetry.up.set(problem is None)
-        return problem
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _IDLE_S
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        problem = self.server.problem()
-        match self.path.partition("?")[0]:
-            case "/healthz":
-                text = " ".join((problem or "ok").split())
-                self._answer(503 if problem else 200, "text/plain; charset=utf-8", f"{text}\n".encode())
-            case "/metrics":
-                self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.server.telemetry.registry))
-            case _:
-                self._answer(404, "text/plain; charset=utf-8", b"there are /healthz and /metrics\n")
-
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing: a scrape every few seconds is no news."""
+    with server.running():
+        host = f"[{service.host}]" if ":" in service.host else service.host
+        yield f"http://{host}:{server.server_address[1]}"

@@ -58,15 +58,13 @@ def run(
         return
     import asyncio
 
+    from agent_r3.cli.roles import with_model_folder
     from agent_r3.eval.run import evaluate
     from agent_r3.metrics import setup_logging
 
     setup_logging()
-    if resolved.eval.endpoint is None and resolved.model.path == "tiny":
-        from agent_r3.tiny import model_folder  # needs what makes the model, which not every image has
-
-        model = resolved.model.model_copy(update={"path": str(model_folder(resolved.model.path))})
-        resolved = resolved.model_copy(update={"model": model})
+    if resolved.eval.endpoint is None:
+        resolved = with_model_folder(resolved)
     raise typer.Exit(asyncio.run(evaluate(resolved, out)))
 
 

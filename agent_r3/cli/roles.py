@@ -11,7 +11,11 @@ def load_role_config(path: Path, overrides: list[str] | None) -> Config:
     from agent_r3.metrics import setup_logging
 
     setup_logging()
-    config = load_config(path, overrides or [])
+    return with_model_folder(load_config(path, overrides or []))
+
+
+def with_model_folder(config: Config) -> Config:
+    """The config with the folder of the tiny policy for `tiny`. Raises DataError when that was not made yet."""
     if config.model.path != "tiny":
         return config
     from agent_r3.tiny import model_folder  # needs what makes the model, which not every role's image has
